@@ -55,20 +55,27 @@ def cases(tokens: Sequence[int], world: int, heads: Sequence[str], masks: Sequen
 
 
 def case_of(mask: str, length: int, heads: str, dtype: str) -> Case:
-    """One sequence, or documents of random lengths, under a causal mask or a window of an eighth."""
+    """One sequence under a causal mask or a window, of an eighth or of 1k keys, or documents, drawn or of 2k rows."""
     heads_q, heads_kv = map(int, heads.split("/"))
     case = Case("forward", dtype, 1, length, length, heads_q, heads_kv, 128, causal=True)
     if mask == "window":
         return replace(case, window=(max(1, length // 8), 0))
-    if mask == "packed":
+    if mask == "window1k":
+        return replace(case, window=(1023, 0))
+    if mask in ("packed", "docs2k"):
         lengths = draw_lengths(length, max(1, length // 1024), max(1, length // 4))
+        if mask == "docs2k":  # some longer, some shorter
+            lengths = draw_lengths(length, min(1024, length), min(4096, length))
         return replace(case, batch=len(lengths), seqlen_q=max(lengths), seqlen_k=max(lengths), lengths=lengths)
     return case
 
 
-def layout_of(case: Case) -> Layout:
-    """The layout that suits a case: of a window, only neighbouring ranks need keys of one another."""
-    return "zigzag" if case.window is None else "contiguous"
+def layout_of(case: Case, mesh: DeviceMesh) -> Layout:
+    """The layout that suits a case: work is even, and few keys travel."""
+    given: dict[str, Any] = {"seqlen": case.seqlen_q}
+    if case.lengths is not None:
+        given = {"cu_seqlens": torch.tensor((0, *case.lengths)).cumsum(0)}
+    return distributed.deal(mesh, causal=case.causal, window_size=case.window, **given)
 
 
 def on_one(case: Case, inputs: Any, what: str) -> Call:
@@ -90,7 +97,7 @@ def ours(comm: str, case: Case, inputs: Any, what: str, mesh: DeviceMesh) -> Cal
     tensors = [cut(x).requires_grad_(what == STEP) for x in (inputs.q, inputs.k, inputs.v)]
     keywords: dict[str, Any] = {"causal": case.causal, "window_size": case.window}
     way, _, carrier = comm.partition("-")
-    keywords |= {"mesh": mesh, "comm": way, "layout": layout_of(case)}
+    keywords |= {"mesh": mesh, "comm": way, "layout": layout_of(case, mesh)}
     if inputs.cu_seqlens is not None:
         keywords |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu_seqlens)
 
@@ -104,9 +111,9 @@ def ours(comm: str, case: Case, inputs: Any, what: str, mesh: DeviceMesh) -> Cal
 def shards(case: Case, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     """What cuts a whole tensor to this rank's rows."""
     if case.lengths is None:
-        return functools.partial(distributed.shard, mesh=mesh, layout=layout_of(case))
+        return functools.partial(distributed.shard, mesh=mesh, layout=layout_of(case, mesh))
     bounds = torch.tensor((0, *case.lengths)).cumsum(0)
-    return functools.partial(distributed.shard, mesh=mesh, layout=layout_of(case), dim=0, cu_seqlens=bounds)
+    return functools.partial(distributed.shard, mesh=mesh, layout=layout_of(case, mesh), dim=0, cu_seqlens=bounds)
 
 
 def theirs(way: str, case: Case, inputs: Any, what: str, mesh: DeviceMesh, stack: contextlib.ExitStack) -> Call:
@@ -189,7 +196,7 @@ def measure(
                 calls[name], errors[name] = found
         samples = {name: together(call, device, args.burst_ms) for name, call in calls.items()}
         times = {name: timing.summarise(x) for name, x in timing.interleaved(samples, args.rounds, deadline).items()}
-    about = {**as_row(case, "distributed", what), "ranks": mesh.size(), "layout": layout_of(case)}
+    about = {**as_row(case, "distributed", what), "ranks": mesh.size(), "layout": str(layout_of(case, mesh))}
     flops = case.flops() * (3.5 if what == STEP else 1)
     rows = []
     for name, error in errors.items():
@@ -277,7 +284,8 @@ def rendezvous() -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every case; returns the process's exit code."""
     defaults = {
-        "ranks": 2, "tokens": [8192, 32768], "heads": ["16/16", "32/8"], "masks": ["causal", "packed", "window"],
+        "ranks": 2, "tokens": [8192, 32768], "heads": ["16/16", "32/8"],
+        "masks": ["causal", "docs2k", "window1k", "packed", "window"],
         "dtype": "bfloat16", "rounds": 10, "burst_ms": 50.0, "cells": "",
     }  # fmt: skip
     args = new_parser("distributed", __doc__, defaults).parse_args(argv)

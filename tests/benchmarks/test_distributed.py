@@ -1,6 +1,9 @@
 """The benchmark of several GPUs, on two processes of this machine."""
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import distributed, results
 from benchmarks.cases import Case
@@ -11,7 +14,16 @@ def test_cases_are_of_the_whole():
     assert [case.num_heads_kv for case in found] == [16] * 3 + [8] * 3
     causal, packed, window = found[:3]
     assert causal.seqlen_q == sum(packed.lengths) == 16384 and window.window == (2048, 0)
-    assert [distributed.layout_of(case) for case in found[:3]] == ["zigzag", "zigzag", "contiguous"]
+    documents, short = distributed.cases([8192], 2, ["16/16"], ["docs2k", "window1k"], "bfloat16")
+    assert sum(documents.lengths) == 16384 and short.window == (1023, 0)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        layouts = [distributed.layout_of(case, mesh) for case in (causal, packed, window, documents, short)]
+    finally:
+        dist.destroy_process_group()
+    assert [layouts[0], layouts[2], layouts[4]] == ["zigzag", "contiguous", "contiguous"]
+    assert [layouts[1].lengths, layouts[3].lengths] == [packed.lengths, documents.lengths]
 
 
 def test_a_share_is_of_one_gpus_time_over_their_number():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile import distributed
+from flashtile import distributed, reference
 from tests.cases import Call, Case, build
 
 
@@ -84,21 +84,21 @@ def gradients(call: Call, results: Any, seeds: Any) -> dict[str, Tensor]:
     return {f"d{name}": x for name, x in zip(call.leaves, found, strict=True)}
 
 
-def on_one(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """out, lse and the gradients of one rank, and the gradients' seeds."""
-    call = build(case, dtype)
-    results = call.run(None)
+def on_one(case: Case, dtype: torch.dtype, seed: int = 0, oracle: bool = False) -> dict[str, Tensor]:
+    """out, lse and the gradients of one rank, or of the reference, and the gradients' seeds."""
+    call = build(case, dtype, seed=seed)
+    results = reference.attention(call.problem, call.tensors) if oracle else call.run(None)
     make = torch.Generator().manual_seed(1)
     seeds = [torch.randn(x.shape, generator=make, dtype=torch.float64).to(x.dtype) for x in results]
     found = {"out": results[0].detach(), "lse": results[1].detach(), "dout": seeds[0], "dlse": seeds[1]}
     return found | gradients(call, results, seeds)
 
 
-def parts_of(case: Case, found: dict[str, Tensor], mesh: DeviceMesh, layout: str) -> dict[str, Tensor]:
+def parts_of(case: Case, found: dict[str, Tensor], mesh: DeviceMesh, layout: Any) -> dict[str, Tensor]:
     """A rank's rows of what ``on_one`` found."""
-    parts = {"dsinks": found["dsinks"]} if "dsinks" in found else {}
+    parts = {name: found[name] for name in ("dsinks", "dbias") if name in found}
     for name, x in found.items():
-        if name != "dsinks":
+        if name not in parts:
             where = side(case, {"dk": "k", "dv": "v"}.get(name, "q"))
             where |= {"dim": x.dim() - 1} if name in ("lse", "dlse") else {}
             parts[name] = distributed.shard(x, mesh, layout, **where)
@@ -106,10 +106,11 @@ def parts_of(case: Case, found: dict[str, Tensor], mesh: DeviceMesh, layout: str
 
 
 def on_ranks(
-    mesh: DeviceMesh, case: Case, dtype: torch.dtype, layout: str, comm: str, seeds: dict[str, Tensor], **others: Any
-) -> dict[str, Tensor]:
+    mesh: DeviceMesh, case: Case, dtype: torch.dtype, layout: Any, comm: str, seeds: dict[str, Tensor], seed: int = 0,
+    **others: Any,
+) -> dict[str, Tensor]:  # fmt: skip
     """This rank's out, lse and gradients."""
-    whole = build(case, dtype)
+    whole = build(case, dtype, seed=seed)
     parts = {n: distributed.shard(getattr(whole.tensors, n).detach(), mesh, layout, **side(case, n)) for n in "qkv"}
     if case.layout == "packed":  # as views of a projection's output
         parts = {name: torch.stack([part, part], 2)[:, :, 1] for name, part in parts.items()}
@@ -125,15 +126,18 @@ def on_ranks(
     return found | gradients(replace(whole, leaves=leaves), results, (seeds["dout"], seeds["dlse"]))
 
 
-def distance(got: Tensor, want: Tensor, whole: Tensor) -> float:
-    """The largest difference over the largest value of the whole; infinities must be equal, NaN is far from all."""
+def distance(got: Tensor, want: Tensor, whole: Tensor, least: float = 1e-30) -> float:
+    """The largest difference over the largest value of the whole; infinities must be equal, NaN is far from all.
+
+    A whole that is zero but for rounding counts as ``least``.
+    """
     if got.shape != want.shape or got.dtype != want.dtype:
         raise AssertionError(f"{got.dtype} {tuple(got.shape)}, must be {want.dtype} {tuple(want.shape)}")
     apart = torch.where(got == want, 0.0, got - want).abs()
     if not apart.numel():
         return 0.0
     most = torch.where(whole.isinf(), 0.0, whole).abs().max().item()
-    return float("inf") if apart.isnan().any() else apart.max().item() / max(most, 1e-30)
+    return float("inf") if apart.isnan().any() else apart.max().item() / max(most, least)
 
 
 def compare(mesh: DeviceMesh, case: Case, dtype: torch.dtype, ways: list[tuple[str, str]]) -> dict[str, float]:

@@ -127,7 +127,7 @@ def traffic(mesh: DeviceMesh, rows: int, keywords: dict[str, Any]) -> tuple[list
     sent = [0]
 
     def post(self: Any, number: int, sends: Any, receives: Any) -> Any:
-        sent[-1] += sum(x.numel() for parcel in sends for x in parcel.tensors)
+        sent[-1] += sum(x.numel() for parcel in sends for parts in parcel.tensors for x in parts)
         events.append(f"post {len(sends)} {len(receives)}")
         pending = posted(self, number, sends, receives)
         waiting = mock.Mock()
@@ -185,6 +185,26 @@ def round_trip(mesh: DeviceMesh, layout: str, bounds: tuple[int, ...] | None, to
         row_positions[start:stop] -= start
     want = distributed.shard(row_positions, mesh, layout, dim=0, cu_seqlens=bounds)
     assert torch.equal(distributed.positions(mesh, layout, **length), want)
+
+
+def gradient_of_whole(mesh: DeviceMesh, layout: str, dtype: torch.dtype) -> None:
+    """Each rank weighs the whole differently: a shard's gradient is the sum."""
+    x = torch.randn(13, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weights = torch.randn(mesh.size(), 13, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
+    mine = distributed.shard(x, mesh, layout, dim=0).t()[None].requires_grad_()
+    whole = distributed.unshard(mine, mesh, layout, dim=2)
+    assert torch.equal(whole[0].t(), x)
+    rank = mesh.get_local_rank() if mesh.ndim == 1 else mesh.get_local_rank(0) * 2 + mesh.get_local_rank(1)
+    (found,) = torch.autograd.grad((whole[0].t() * weights[rank]).sum(), mine)
+    want = distributed.shard(weights.to(torch.float64).sum(0), mesh, layout, dim=0).t()[None]
+    assert found.dtype == dtype and found.shape == mine.shape
+    torch.testing.assert_close(found.double(), want, rtol=1e-2 if dtype == BF16 else 1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_unshard_has_a_gradient(pool: Pool, layout: str) -> None:
+    pool.run(gradient_of_whole, layout, torch.float32, mesh=3)
+    pool.run(gradient_of_whole, layout, BF16, mesh=((0, 1), (2, 3)), names=("ring", "ulysses"))
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])

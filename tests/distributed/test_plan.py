@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
-from flashtile.distributed import plan as planning
+from flashtile.distributed import calls
 from flashtile.distributed.calls import NOWHERE
-from flashtile.distributed.layouts import LAYOUTS, pieces, shard_length
+from flashtile.distributed.layouts import LAYOUTS, Dealt, pieces
 from flashtile.distributed.plan import make_plan
+from flashtile.distributed.ring import BLOCK
 from tests.slow import slow_but
 
 CAUSAL = Band(None, 0)
@@ -70,26 +71,63 @@ def computed(plan, lengths_q, lengths_k, layout, batch=1):
     assert plan.rows == len(rows)
     for step in plan.steps:
         keys = rows_of(lengths_k, plan.world, step.source, layout, batch)
-        if step.number:
-            keys = keys[step.first : step.first + step.keys]
+        keys = [keys[place] for span in step.spans for place in range(*span)]
         assert step.keys == len(keys)
         for call in step.calls:
-            assert call.cu_seqlens_q[0] == call.cu_seqlens_k[0] == 0
-            assert (call.cu_seqlens_q[-1], call.cu_seqlens_k[-1]) == (len(rows), len(keys))
-            spans = zip(*map(itertools.pairwise, (call.cu_seqlens_q, call.cu_seqlens_k)), strict=True)
-            for number, ((start, stop), (first, last)) in enumerate(spans):
-                assert start <= stop and first <= last and (start, first) != (stop, last)
-                assert stop - start <= call.max_seqlen_q and last - first <= call.max_seqlen_k
-                origin = call.origins[number] if call.origins else None
-                for t, u in itertools.product(range(stop - start), range(last - first)):
-                    row, key = rows[start + t], keys[first + u]
-                    if is_kept(t, u, stop - start, last - first, call.band):
-                        assert row[:2] == key[:2], "a row of one document meets a key of another"
-                        yield (*row, key[2])
-                    if origin is not None and batch == 1:
-                        shift = lengths_k[row[1]] - lengths_q[row[1]]
-                        i, j = origin.row + origin.row_step * t, origin.key + origin.key_step * u
-                        assert (origin.head, i, j, origin.shift) == (*row[1:], key[2], shift)
+            yield from pairs_of(call, rows, keys, lengths_q, lengths_k, batch)
+
+
+def pairs_of(call, rows, keys, lengths_q, lengths_k, batch):
+    assert call.cu_seqlens_q[0] == call.cu_seqlens_k[0] == 0
+    assert (call.cu_seqlens_q[-1], call.cu_seqlens_k[-1]) == (len(rows), len(keys))
+    spans = zip(*map(itertools.pairwise, (call.cu_seqlens_q, call.cu_seqlens_k)), strict=True)
+    for number, ((start, stop), (first, last)) in enumerate(spans):
+        assert start <= stop and first <= last and (start, first) != (stop, last)
+        assert stop - start <= call.max_seqlen_q and last - first <= call.max_seqlen_k
+        origin = call.origins[number] if call.origins else None
+        for t, u in itertools.product(range(stop - start), range(last - first)):
+            row, key = rows[start + t], keys[first + u]
+            if is_kept(t, u, stop - start, last - first, call.band):
+                assert row[:2] == key[:2], "a row of one document meets a key of another"
+                yield (*row, key[2])
+                if origin is not None and batch == 1:
+                    shift = lengths_k[row[1]] - lengths_q[row[1]]
+                    i, j = origin.row + origin.row_step * t, origin.key + origin.key_step * u
+                    assert (origin.head, i, j, origin.shift) == (*row[1:], key[2], shift)
+
+
+def check_parts(plan, lengths_q, lengths_k, layout, batch):
+    """Both ways to cut a rank's work over its own keys keep what its step 0 keeps; the first is of rows alone."""
+    own, whole = plan.own, sum(call.pairs for call in plan.steps[0].calls)
+    private = [own.private] if own.private else []
+    of_rows, of_keys = [own.late, own.rest], [own.asked, *own.inside, *private]
+    assert sorted(row for x in of_rows for row in range(*x.rows)) == list(range(plan.rows))
+    assert all(x.rows == own.common.rows for x in (own.asked, *own.inside))
+    rows, keys = (rows_of(x, plan.world, plan.rank, layout, batch) for x in (lengths_q, lengths_k))
+    for parts in (of_rows, of_keys, [own.common, *private]):
+        found = collections.Counter()
+        for x in parts:
+            some, seen = rows[slice(*x.rows)], keys[slice(*x.keys)]
+            for call in x.calls:
+                found.update(pairs_of(call, some, seen, lengths_q, lengths_k, batch))
+        assert max(found.values(), default=1) == 1 and found.total() == whole
+    for joined, apart in ((own.joined, own.late), (own.whole, own.common)):
+        if joined is not None:
+            (step,) = (step for step in plan.steps if step.number and step.calls)
+            theirs = rows_of(lengths_k, plan.world, step.source, layout, batch)
+            seen = [theirs[place] for span in step.spans for place in range(*span)] + keys[slice(*joined.keys)]
+            pairs = list(pairs_of(*joined.calls, rows[slice(*joined.rows)], seen, lengths_q, lengths_k, batch))
+            assert len(set(pairs)) == len(pairs) == sum(call.pairs for call in (*step.calls, *apart.calls))
+            assert len(seen) <= max(plan.keys, len(theirs))
+    outside = {row for step in plan.steps[1:] for call in step.calls for row in _rows_with_keys(call)}
+    assert all(row < own.late.rows[1] for row in outside)
+    theirs = {place for step in plan.steps for span in step.back for place in range(*span)}
+    assert not theirs & {key for x in [*own.inside, *private] for key in range(*x.keys)}
+
+
+def _rows_with_keys(call):
+    bounds = zip(*map(itertools.pairwise, (call.cu_seqlens_q, call.cu_seqlens_k)), strict=True)
+    return [row for rows, keys in bounds if keys[0] < keys[1] for row in range(*rows)]
 
 
 def plans_of(lengths_q, lengths_k, world, layout, band, **options):
@@ -100,6 +138,7 @@ def check_pairs(lengths_q, lengths_k, world, layout, band, batch=1, origins=Fals
     found = collections.Counter()
     for plan in plans_of(lengths_q, lengths_k, world, layout, band, batch=batch, origins=origins):
         own = list(computed(plan, lengths_q, lengths_k, layout, batch))
+        check_parts(plan, lengths_q, lengths_k, layout, batch)
         assert plan.pairs == len(own)
         found.update(own)
     assert found == dict.fromkeys(all_kept(lengths_q, lengths_k, band, batch), 1)
@@ -111,6 +150,29 @@ def check_pairs(lengths_q, lengths_k, world, layout, band, batch=1, origins=Fals
 def test_each_kept_pair_is_computed_once(lengths, band, layout):
     for world, origins in ((1, False), (2, True), (3, False), (4, False), (5, True)):
         check_pairs(*LENGTHS[lengths], world, layout, band, origins=origins)
+
+
+@pytest.mark.parametrize("origins", [False, True])
+def test_a_window_of_few_keys_stands_apart(origins):
+    check_pairs((900,), (900,), 2, "contiguous", Band(70, 0), origins=origins)
+    check_pairs((1200,), (1200,), 3, "contiguous", Band(70, 20), origins=origins)
+    first, second = plans_of((900,), (900,), 2, "contiguous", Band(70, 0), origins=origins)
+    # Rank 1: of 450 rows 128 wait for 70 keys, 72 with those around them; rank 0 rounds all sums but those of 128.
+    assert [first.own.late.rows, first.own.rest.rows, first.own.joined] == [(0, 0), (0, 450), None]
+    assert [second.own.late.rows, second.own.rest.rows] == [(0, 128), (128, 450)]
+    assert second.own.joined.keys == (0, 128) and second.steps[1].spans == ((376, 450),)
+    assert first.own.asked.keys == (256, 450) and [x.keys for x in first.own.inside] == [(0, 256)]
+    assert second.own.asked.calls == () and second.own.inside == (second.own.common,)
+
+
+def test_a_cut_document_stands_apart():
+    lengths = (250, 150, 200)
+    layout = Dealt(lengths, (((0, 0, 100), (2, 0, 200)), ((0, 100, 150), (1, 0, 150))))
+    check_pairs(lengths, lengths, 2, layout, CAUSAL)
+    first, second = plans_of(lengths, lengths, 2, layout, CAUSAL)
+    assert first.own.private.rows == (100, 300) and second.own.private.rows == (150, 300)
+    assert second.own.whole.rows == (0, 150) and second.steps[1].spans == ((0, 100),)
+    assert len(second.own.whole.calls) == 1 and second.own.whole.calls[0].band == CAUSAL
 
 
 @given(cases, st.booleans())
@@ -182,7 +244,7 @@ def test_pieces_are_joined_to_one_call_a_step():
     assert [(call.band, spans(call)) for call in own.calls] == [(CAUSAL, [(16, 16)])]
     assert [step.source for step in rest] == [0, 3, 2]
     found = [[(call.band, call.cu_seqlens_q, call.cu_seqlens_k) for call in step.calls] for step in rest]
-    lower = [(Band(), (0, 16, 16), (0, 8, 16))]  # all rows over the first piece of keys
+    lower = [(Band(), (0, 16), (0, 8))]  # all rows over the first piece of keys, which travels alone
     higher = [(Band(), (0, 8, 16), (0, 0, 16))]  # the second piece of rows over all keys
     assert found == [lower, higher, higher]
     assert rest[1].calls is rest[2].calls
@@ -201,11 +263,12 @@ def test_documents_share_calls(layout):
         # A document of one row keeps all there is, which the causal band keeps too.
         assert [call.band for call in plan.steps[0].calls] == [CAUSAL]
     for plan in plans_of((256, 512, 1024), (256, 512, 1024), 4, "contiguous", Band(31, 0)):
-        assert {call.band for step in plan.steps for call in step.calls} <= {Band(31, 0), Band(0, None)}
+        assert {call.band for call in plan.steps[0].calls} == {Band(31, 0)}
+        assert all(len(step.calls) == 1 for step in plan.steps[1:] if step.calls)
 
 
 def needed(lengths_q, lengths_k, world, layout, band):
-    """For each shard of keys the other ranks that keep a pair of it, and the span of the keys that they keep."""
+    """For each shard of keys the other ranks that keep a pair of it, and which of its rows they keep."""
     owner_q, owner_k = (
         {row[1:]: rank for rank in range(world) for row in rows_of(lengths, world, rank, layout)}
         for lengths in (lengths_q, lengths_k)
@@ -213,31 +276,34 @@ def needed(lengths_q, lengths_k, world, layout, band):
     kept = all_kept(lengths_q, lengths_k, band)
     apart = {(owner_k[document, j], owner_q[document, i], document, j) for _, document, i, j in kept}
     apart = {pair for pair in apart if pair[0] != pair[1]}
-    spans = {}
-    for p in range(world):
-        at = {row[1:]: place for place, row in enumerate(rows_of(lengths_k, world, p, layout))}
-        places = [at[document, j] for shard, _, document, j in apart if shard == p]
-        spans[p] = (min(places) // 8 * 8, max(places) + 1) if places else (0, 0)
-    return {p: {user for shard, user, _, _ in apart if shard == p} for p in range(world)}, spans
+    at = [{row[1:]: place for place, row in enumerate(rows_of(lengths_k, world, p, layout))} for p in range(world)]
+    places = collections.defaultdict(set)
+    for shard, user, document, j in apart:
+        places[shard, user].add(at[shard][document, j])
+    return {p: {user for shard, user, _, _ in apart if shard == p} for p in range(world)}, places
 
 
 def check_transfers(lengths_q, lengths_k, world, layout, band, lag):
     plans = plans_of(lengths_q, lengths_k, world, layout, band, lag=lag)
     steps = {(plan.rank, step.number): step for plan in plans for step in plan.steps}
-    users, spans = needed(lengths_q, lengths_k, world, layout, band)
+    users, places = needed(lengths_q, lengths_k, world, layout, band)
     sent = [
-        (number, rank, send.to, send.source, send.keys) for (rank, number), step in steps.items() for send in step.sends
+        (number, rank, send.to, send.source, send.spans)
+        for (rank, number), step in steps.items()
+        for send in step.sends
     ]
     received = [
-        (number, step.receive_from, rank, step.source, step.keys)
+        (number, step.receive_from, rank, step.source, step.spans)
         for (rank, number), step in steps.items()
         if step.receive_from is not None
     ]
     assert sorted(sent) == sorted(received)
-    for number, rank, _, source, keys in sent:
-        first, stop = spans[source] if layout == "contiguous" else (0, shard_length(sum(lengths_k), world, source))
-        assert plans[source].travels == (first, stop) and keys == stop - first
-        assert source == rank or (steps[rank, number - 1].source == source and steps[rank, number - 1].calls)
+    for number, rank, to, source, spans in sent:
+        rows = {row for span in spans for row in range(*span)}
+        assert places[source, to] <= rows and len(rows) == sum(stop - start for start, stop in spans)
+        # No row travels of which no block of 128 around it is needed.
+        assert {row // BLOCK for row in rows} == {row // BLOCK for row in places[source, to]}
+        assert source == rank or (steps[rank, number - 1].source == source and steps[rank, number - 1].spans == spans)
     assert {p: {to for _, _, to, source, _ in sent if source == p} for p in range(world)} == users
     assert len(sent) == sum(map(len, users.values()))  # each shard once to each that needs it
     check_sums(plans, steps, users, lag)
@@ -251,7 +317,7 @@ def check_sums(plans, steps, users, lag):
             before = set()
             if step.sums_from is not None:
                 giver = steps[step.sums_from, number - lag]
-                assert giver.source == step.source and giver.sums_to == rank
+                assert (giver.source, giver.spans, giver.sums_to) == (step.source, step.spans, rank)
                 before = sums.pop((step.sums_from, number - lag))
             sums[rank, number] = before | {rank}
             if step.sums_to == step.source:
@@ -259,6 +325,7 @@ def check_sums(plans, steps, users, lag):
                 home[step.source] += sums.pop((rank, number))
         if step.sums_back is not None:
             assert steps[step.sums_back, number].sums_to == rank
+            assert steps[step.sums_back, number].spans == step.back
     assert not sums
     assert {p: sorted(found) for p, found in home.items()} == {p: sorted(found) for p, found in users.items()}
 
@@ -279,7 +346,7 @@ def test_shards_and_sums_arrive_in_a_longer_ring(band, layout):
 
 
 def test_a_full_ring_passes_shards_to_the_next_rank():
-    for rank, plan in enumerate(plans_of((64,), (64,), 8, "zigzag", CAUSAL)):
+    for rank, plan in enumerate(plans_of((64,), (64,), 8, "zigzag", Band())):
         after, before = (rank + 1) % 8, (rank - 1) % 8
         for step in plan.steps[1:]:
             assert step.receive_from == before
@@ -290,12 +357,12 @@ def test_a_plan_takes_a_number_of_looks_that_grows_with_the_ring(monkeypatch):
     # One rank of 4,096 in time: it may look at each other rank a few times, and not at all pairs of ranks.
     looks = 0
 
-    def counted(*args, kept=planning.kept):
+    def counted(*args, kept=calls.kept):
         nonlocal looks
         looks += 1
         return kept(*args)
 
-    monkeypatch.setattr(planning, "kept", counted)
+    monkeypatch.setattr(calls, "kept", counted)
     for layout, band in itertools.product(LAYOUTS, (Band(), CAUSAL, Band(1000, 0))):
         looks = 0
         make_plan.__wrapped__((2**20,), (2**20,), 4096, 2048, layout, band)

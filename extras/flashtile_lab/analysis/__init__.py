@@ -11,18 +11,9 @@ from flashtile_lab.analysis.compute import (
     exponential_cost,
 )
 from flashtile_lab.analysis.decode import DecodeCost, DecodeShape, DecodeSplits, decode_cost, decode_splits
+from flashtile_lab.analysis.links import Cluster, Link, fit_link
 from flashtile_lab.analysis.memory import AttentionMemory, attention_memory
-from flashtile_lab.analysis.ring import (
-    H200_CLUSTER,
-    H200_KERNELS,
-    Cluster,
-    KernelTable,
-    Link,
-    RingCost,
-    RingShape,
-    fit_link,
-    ring_cost,
-)
+from flashtile_lab.analysis.ring import H200_CLUSTER, H200_KERNELS, KernelTable, RingCost, RingShape, ring_cost
 from flashtile_lab.analysis.roofline import A100, DEVICES, H100, H200, Device, Roofline, find_device, roofline_point
 from flashtile_lab.analysis.shape import DTYPE_BYTES, AttentionShape, Blocks, dtype_bytes
 from flashtile_lab.analysis.tiles import (

@@ -25,61 +25,20 @@ from typing import Literal, NamedTuple, get_args
 
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
+from flashtile.distributed.calls import Call
+from flashtile.distributed.dealing import Mask, deal_rows
 from flashtile.distributed.layouts import Layout
-from flashtile.distributed.plan import Call, Plan, make_plan
+from flashtile.distributed.plan import Plan, make_plan
+from flashtile.distributed.ring import Ring
+from flashtile_lab.analysis.links import Cluster, Link
 from flashtile_lab.analysis.roofline import H200
-from flashtile_lab.analysis.sent import Sizes, bytes_sent, exchanged_bytes, gathered_bytes
+from flashtile_lab.analysis.sent import Sizes, bytes_sent, exchanged_bytes, gathered_bytes, least_keys
 from flashtile_lab.analysis.shape import dtype_bytes, require_positive
 
 Scheme = Literal["ring", "allgather"]
 # Keys of a sequence, and FLOP/s over them without a mask and causal.
 Rates = tuple[tuple[int, float, float], ...]
 _ALL_RANKS = 16
-
-
-@dataclass(frozen=True)
-class Link:
-    """A way between devices: a transfer takes `latency_s + bytes / bytes_per_s`, in each direction at once."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        require_positive(bytes_per_s=self.bytes_per_s)
-        if self.latency_s < 0:
-            raise InvalidInputError("latency_s", f"must not be negative, got {self.latency_s}")
-
-    def time_s(self, num_bytes: float) -> float:
-        """Seconds of one transfer; nothing takes no time."""
-        return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
-
-
-def fit_link(samples: Sequence[tuple[float, float]]) -> Link:
-    """The link that measured transfers, of bytes and seconds, fit best: least squares of the relative errors.
-
-    Raises:
-        InvalidInputError: Fewer than two sizes, or times that do not grow with them.
-    """
-    weights = [(1 / t**2, x, t) for x, t in samples]
-    total = sum(w for w, _, _ in weights)
-    mean_x, mean_t = (sum(w[0] * w[i] for w in weights) / total if total else 0.0 for i in (1, 2))
-    spread = sum(w * (x - mean_x) ** 2 for w, x, _ in weights)
-    slope = sum(w * (x - mean_x) * (t - mean_t) for w, x, t in weights) / spread if spread else 0.0
-    if slope <= 0:
-        raise InvalidInputError("samples", "must be transfers of several sizes, of which larger ones take longer")
-    return Link(max(0.0, mean_t - slope * mean_x), 1 / slope)
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Nodes of `node` devices each: one link within a node, another from device to device across nodes."""
-
-    inner: Link
-    outer: Link
-    node: int = 8
-
-    def __post_init__(self) -> None:
-        require_positive(node=self.node)
 
 
 @dataclass(frozen=True)
@@ -147,7 +106,8 @@ class RingShape:
         head_dim: Width of a head.
         causal: Whether it is causal.
         window: Keys kept before the diagonal, None for all.
-        layout: Of the rows.
+        layout: Of the rows; "deal" for the one that ``flashtile.distributed.deal`` makes.
+        document: Rows of each of the packed documents that the sequence is made of, None for one.
         scheme: How keys travel: in a ring, or all at once.
         ulysses: Devices that exchange rows for heads first, neighbours; the rest is the ring. `world` for no ring.
         dtype: Of the inputs.
@@ -160,10 +120,11 @@ class RingShape:
     head_dim: int = 128
     causal: bool = True
     window: int | None = None
-    layout: Layout = "zigzag"
+    layout: Layout | Literal["deal"] = "zigzag"
     scheme: Scheme = "ring"
     ulysses: int = 1
     dtype: str = "bfloat16"
+    document: int | None = None
 
     def __post_init__(self) -> None:
         if self.scheme not in get_args(Scheme):
@@ -172,6 +133,7 @@ class RingShape:
             )
         names = ("tokens", "world", "num_heads_q", "num_heads_kv", "head_dim", "ulysses")
         require_positive(**{name: getattr(self, name) for name in names})
+        require_positive(document=self.document or 1)
         dtype_bytes(self.dtype)
         for name, value, by in (
             ("num_heads_kv", self.num_heads_q, self.num_heads_kv),
@@ -202,11 +164,33 @@ class RingShape:
         """Ranks of the ring."""
         return self.world // self.ulysses
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each document; the last has what is left."""
+        total, each = self.tokens * self.world, self.document or self.tokens * self.world
+        return (each,) * (total // each) + ((total % each,) if total % each else ())
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a row and a key that are kept, of one head."""
+        return sum(self.band.count(length, length) for length in self.lengths)
+
     def plans(self) -> list[Plan]:
         """The plans that stand for all ranks of the ring."""
-        world, length = self.ring, (self.tokens * self.world,)
+        world, lengths, layout = self.ring, self.lengths, self.dealt
         ranks = range(world) if world <= _ALL_RANKS else (0, world // 2, world - 1)
-        return [make_plan(length, length, world, rank, self.layout, self.band) for rank in ranks]
+        return [make_plan(lengths, lengths, world, rank, layout, self.band) for rank in ranks]
+
+    @property
+    def dealt(self) -> Layout:
+        """The layout that is run."""
+        return deal_rows(self.lengths, self.ring, Mask(self.band)) if self.layout == "deal" else self.layout
+
+    def least(self, plans: Sequence[Plan]) -> float:
+        """Keys that ranks get over the least that any exchange of blocks of 128 rows gives them; 1 for none."""
+        ring = Ring(self.lengths, self.lengths, self.ring, self.dealt, self.band)
+        least = sum(least_keys(ring, plan.rank) for plan in plans)
+        return sum(step.keys for plan in plans for step in plan.steps if step.number) / least if least else 1.0
 
 
 @dataclass(frozen=True)
@@ -220,6 +204,8 @@ class RingCost:
         transfer_s: Time in which something travels to or from the device.
         waiting_s: The part of it in which no kernel runs.
         sent_bytes: Bytes that it sends.
+        of_least: Keys that devices get around the ring, over the least that blocks of 128 rows need.
+        imbalance: Pairs that the fullest device keeps, over the mean.
         flops: FLOPs of all devices.
         ideal_s: One device's time for the whole sequence, divided by the devices.
     """
@@ -231,6 +217,8 @@ class RingCost:
     transfer_s: float
     waiting_s: float
     sent_bytes: int
+    of_least: float
+    imbalance: float
     flops: float
     ideal_s: float
 
@@ -266,7 +254,7 @@ def ring_cost(shape: RingShape, kernels: KernelTable, cluster: Cluster, backward
     parts = steps.gathered(cluster) if shape.scheme == "allgather" and shape.ring > 1 else steps.ringed(cluster)
     exchange, exchanged = _exchange(shape, cluster)
     length, sizes = shape.tokens * shape.world, shape.sizes
-    pairs = shape.band.count(length, length)
+    pairs = shape.pairs
     return RingCost(
         world=shape.world,
         steps=len(steps.busy),
@@ -275,6 +263,8 @@ def ring_cost(shape: RingShape, kernels: KernelTable, cluster: Cluster, backward
         transfer_s=parts.transfer_s + exchange,
         waiting_s=parts.waiting_s + exchange,
         sent_bytes=exchanged + parts.sent_bytes,
+        of_least=shape.least(plans) if shape.scheme == "ring" else 1.0,
+        imbalance=max(plan.pairs for plan in plans) * shape.ring / max(pairs, 1),
         flops=_flops(sizes, pairs, backward),
         ideal_s=_kernel_s(kernels, sizes, length, pairs, shape.band, backward) / shape.world,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile.distributed.plan import Plan
+from flashtile.distributed.ring import BLOCK, Ring
 
 
 class Sizes(NamedTuple):
@@ -46,6 +47,18 @@ def bytes_sent(plan: Plan, sizes: Sizes, backward: bool = False) -> int:
     if backward:
         sent += sum(step.keys for step in plan.steps if step.sums_to is not None) * sizes.sums_bytes
     return sent
+
+
+def least_keys(ring: Ring, rank: int) -> int:
+    """Keys that a rank must get where shards are exchanged in blocks of 128 rows: those of blocks that its rows see."""
+    blocks = {
+        (source, block)
+        for source in range(ring.world)
+        if source != rank
+        for each in ring.rectangles(rank, source)
+        for block in range(each.key // BLOCK, -(-(each.key + each.keys) // BLOCK))
+    }
+    return sum(min(BLOCK, ring.keys(source) - block * BLOCK) for source, block in blocks)
 
 
 def gathered_bytes(keys: int, world: int, sizes: Sizes, backward: bool = False) -> int:

@@ -21,6 +21,7 @@ _CAPTION = (
     "A model, not a measurement, of each GPU: the plan's steps, each as long as the slowest rank's, at the rates of "
     "{name}; running outputs and sums read and written once a step; transfers at {inner:g} GB/s and {inner_us:g} us, "
     "across nodes of {node} at {outer:g} GB/s and {outer_us:g} us, without congestion and at no cost to kernels. "
+    "GB sent by the slowest; of least: keys that arrive over what blocks of 128 need; fullest: pairs over the mean. "
     "Kernels and waiting, for transfers that no kernel hides, in ms. Share: one device's time for the whole sequence "
     "over N, by the model's. flashtile_lab.analysis.ring lists what is assumed."
 )
@@ -34,7 +35,8 @@ def ring(
     head_dim: HeadDim = 128,
     causal: Annotated[bool, typer.Option(help="Key j is kept for query i when j <= i.")] = True,
     window: Annotated[int | None, typer.Option(min=0, max=MAX_SIZE, help="Keys kept before the diagonal.")] = None,
-    layout: Annotated[str, typer.Option(help="contiguous, zigzag or striped.")] = "zigzag",
+    layout: Annotated[str, typer.Option(help="contiguous, zigzag, striped or deal.")] = "zigzag",
+    document: Annotated[int | None, typer.Option(min=1, max=MAX_SIZE, help="Rows of each packed document.")] = None,
     scheme: Annotated[str, typer.Option(help="How keys travel: ring or allgather.")] = "ring",
     ulysses: Annotated[
         int, typer.Option(min=1, help="Devices that exchange rows for heads; the rest is the ring.")
@@ -59,15 +61,16 @@ def ring(
     for rows_each in integers(tokens, "--tokens"):
         for world in integers(gpus, "--gpus"):
             sizes = (rows_each, world, heads, heads_kv, head_dim, causal, window)
-            shape = RingShape(*sizes, cast(Any, layout), cast(Any, scheme), ulysses, dtype)
+            shape = RingShape(*sizes, cast(Any, layout), cast(Any, scheme), ulysses, dtype, document)
             cost = analysis.ring_cost(shape, kernels, cluster, backward)
             times = map(_ms, (cost.kernels_s, cost.waiting_s, cost.total_s))
             rate, share = f"{cost.flops_per_s / 1e12:,.0f}", f"{cost.share:.3f}"
-            rows.append([f"{world:,}", f"{rows_each:,}", _gb(cost.sent_bytes), *times, rate, share])
+            even = f"{cost.of_least:.2f}", f"{cost.imbalance:.2f}"
+            rows.append([f"{world:,}", f"{rows_each:,}", _gb(cost.sent_bytes), *even, *times, rate, share])
             records.append({**facts(shape), **facts(cost, "total_s", "share", "hidden", "flops_per_s")})
     caption = _CAPTION.format(
         name=kernels.name, inner=gb_per_s, inner_us=latency_us, node=node, outer=node_gb_per_s, outer_us=node_latency_us
     )
-    columns = ["GPUs", "tokens", "GB sent", "kernels", "waiting", "ms", "TFLOP/s", "share"]
+    columns = ["GPUs", "tokens", "GB sent", "of least", "fullest", "kernels", "waiting", "ms", "TFLOP/s", "share"]
     title = f"{'Backward' if backward else 'Forward'} over many devices, {layout}, {scheme}, {heads}/{heads_kv} heads"
     show(as_json, title, caption, columns, rows, records)

@@ -78,7 +78,8 @@ def test_free_links_and_memory_leave_the_kernels(world, backward):
     tokens = 2 * 32
     cost = ring_cost(RingShape(tokens, world), flat(100), Cluster(FREE, FREE), backward)
     assert cost.share == pytest.approx(1, rel=0.02) and cost.waiting_s == pytest.approx(0, abs=1e-12)
-    assert cost.sent_bytes == gathered_bytes(tokens, world, RingShape(tokens, world).sizes, backward)
+    # Ranks after a shard's owner need the first half of it.
+    assert 0.5 <= cost.sent_bytes / gathered_bytes(tokens, world, RingShape(tokens, world).sizes, backward) <= 1
     assert cost.steps == world
     contiguous = ring_cost(RingShape(tokens, world, layout="contiguous"), flat(100), Cluster(FREE, FREE), backward)
     assert contiguous.share == pytest.approx(world / (2 * world - 1), rel=0.02)  # the last rank's steps are all full
@@ -158,7 +159,7 @@ def test_merging_reads_and_writes_outputs_and_sums():
 @pytest.mark.parametrize("world", [8, 512])
 def test_a_window_moves_what_it_needs(world):
     cost = ring_cost(RingShape(1024, world, window=512), H200_KERNELS, H200_CLUSTER)
-    assert cost.sent_bytes == 2 * 1024 * RingShape(1024, world).sizes.key_bytes and cost.steps == 3
+    assert cost.sent_bytes == 2 * 512 * RingShape(1024, world).sizes.key_bytes and cost.steps == 3
     both = ring_cost(RingShape(1024, world, causal=False, window=512), H200_KERNELS, H200_CLUSTER)
     assert both.flops > 1.9 * cost.flops
 
@@ -207,3 +208,13 @@ def test_refusals(argument, make):
     with pytest.raises(InvalidInputError) as found:
         make()
     assert found.value.argument == argument
+
+
+def test_documents_are_dealt() -> None:
+    cost = ring_cost(RingShape(32768, 4, layout="deal", document=5000), H200_KERNELS, H200_CLUSTER)
+    assert 0 < cost.of_least <= 1.1 and 1 <= cost.imbalance <= 1.05 and cost.sent_bytes > 0
+    alone = ring_cost(RingShape(32768, 4, layout="deal", document=2048), H200_KERNELS, H200_CLUSTER)
+    assert (alone.sent_bytes, alone.of_least, alone.imbalance, alone.steps) == (0, 1.0, 1.0, 1)
+    assert alone.share == pytest.approx(1)
+    causal = ring_cost(RingShape(8192, 4, layout="contiguous"), H200_KERNELS, H200_CLUSTER)
+    assert causal.imbalance == pytest.approx(1.75, rel=0.01)

@@ -83,18 +83,25 @@ class Band:
         return start, max(start, stop)
 
     def count(self, seqlen_q: int, seqlen_k: int) -> int:
-        """The number of (row, key) pairs the band keeps, in O(1).
+        """The number of (row, key) pairs the band keeps, in O(1)."""
+        if self.chunk is not None and (self.left is None or self.right is None or self.left + self.right >= 0):
+            return self._count_chunks(self.chunk, seqlen_q, seqlen_k)
+        return self.count_rows(0, seqlen_q, seqlen_q, seqlen_k)
+
+    def count_rows(self, row_start: int, row_stop: int, seqlen_q: int, seqlen_k: int) -> int:
+        """The number of pairs of some rows, in O(1) without chunks.
 
         Per row the kept keys are ``clip(d + right + 1, 0, seqlen_k) - clip(d - left, 0, seqlen_k)`` with
         ``d = row + shift``, so the sum is a difference of two sums of clipped consecutive integers.
         """
-        shift = seqlen_k - seqlen_q
+        first, rows = row_start + seqlen_k - seqlen_q, row_stop - row_start
         if self.left is not None and self.right is not None and self.left + self.right < 0:
             return 0
         if self.chunk is not None:
-            return self._count_chunks(self.chunk, seqlen_q, seqlen_k)
-        upper = seqlen_q * seqlen_k if self.right is None else _sum_clipped(shift + self.right + 1, seqlen_q, seqlen_k)
-        lower = 0 if self.left is None else _sum_clipped(shift - self.left, seqlen_q, seqlen_k)
+            ends = (self.row_keys(row, seqlen_q, seqlen_k) for row in range(row_start, row_stop))
+            return sum(stop - start for start, stop in ends)
+        upper = rows * seqlen_k if self.right is None else _sum_clipped(first + self.right + 1, rows, seqlen_k)
+        lower = 0 if self.left is None else _sum_clipped(first - self.left, rows, seqlen_k)
         return upper - lower
 
     def _count_chunks(self, chunk: int, seqlen_q: int, seqlen_k: int) -> int:

@@ -4,6 +4,8 @@ from flashtile.core.errors import ExchangeError
 from flashtile.distributed.attention import attention
 from flashtile.distributed.cache import attention_with_sharded_kvcache
 from flashtile.distributed.layouts import Layout
-from flashtile.distributed.shards import positions, shard, unshard
+from flashtile.distributed.shards import deal, positions, shard, unshard
 
-__all__ = ["ExchangeError", "Layout", "attention", "attention_with_sharded_kvcache", "positions", "shard", "unshard"]
+__all__ = [
+    "ExchangeError", "Layout", "attention", "attention_with_sharded_kvcache", "deal", "positions", "shard", "unshard",
+]  # fmt: skip

@@ -5,23 +5,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile.api.keywords import Common, asked_of
+from flashtile.api.keywords import Asked, Common, asked_of
 from flashtile.call import autocast
-from flashtile.call.arguments import Tensors, integer, is_plain, other_tensors, read
+from flashtile.call.arguments import Options, Tensors, integer, is_plain, other_tensors, read
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.distributed import dtensors
 from flashtile.distributed.exchange import Ranks, ranks_of, share
-from flashtile.distributed.kinds import COMMS, Kind, Saved, Spec, make_kind
-from flashtile.distributed.layouts import LAYOUTS, Layout
-from flashtile.distributed.shards import document_lengths
+from flashtile.distributed.intervals import Kept
+from flashtile.distributed.kinds import COMMS, Kind, make_kind
+from flashtile.distributed.layouts import Layout, check_layout
+from flashtile.distributed.spec import Saved, Spec
+from flashtile.distributed.values import document_lengths, intervals
+from flashtile.masks import Intervals
 from flashtile.ops import plans
 
 
@@ -31,6 +34,9 @@ class OverRanks(Common, total=False):
     causal: bool
     attn_mask: Tensor | None
     attn_bias: Tensor | None
+    block_mask: Intervals | None
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
     dropout_p: float
     deterministic: bool
     return_lse: bool
@@ -65,7 +71,7 @@ def attention(
         v: Its values.
         mesh: The ranks. Of one dimension it is a ring, around which keys travel; a dimension named "ulysses" exchanges
             heads for rows, and a mesh with both, ("ring", "ulysses"), does that first.
-        layout: Which rows a rank has: "zigzag", "contiguous" or "striped"; see ``shard``.
+        layout: Which rows a rank has: "zigzag", "contiguous" or "striped", or what ``deal`` makes; see ``shard``.
         comm: "ring", "allgather": all keys at once, "ulysses": heads for rows along the whole mesh; "auto" chooses.
         seqlen_q: Queries of the whole sequence; this rank's times the ranks by default, where these divide it.
         seqlen_k: Keys of the whole sequence, likewise.
@@ -74,11 +80,12 @@ def attention(
         cu_seqlens_k: The same for keys.
         max_seqlen_q: Not needed; checked.
         max_seqlen_k: Not needed; checked.
-        **keywords: causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, deterministic,
-            return_lse and backend of ``flashtile.attention``, with positions in the whole sequence; attn_mask and
-            attn_bias are not supported. Keys that no row of a rank sees in its window do not travel to it. Sinks are
-            the same on all ranks, and their gradient is that of all ranks' rows, on every rank. Which probabilities are
-            dropped is drawn by the first rank's generator.
+        **keywords: causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, attn_mask, attn_bias, block_mask,
+            score_mod, mask_mod, dropout_p, deterministic, return_lse and backend of ``flashtile.attention``, with
+            positions in the whole sequence. Keys that no row of a rank sees do not travel to it, by lengths, window and
+            block_mask, whose values are read on the host once. Masks, biases, sinks and what functions read are those
+            of the whole, the same on all ranks; their gradients are of all ranks' rows, on every rank. Which
+            probabilities are dropped is drawn by the first rank's generator.
 
     Returns:
         This rank's rows of out, or ``(out, lse)``.
@@ -115,23 +122,48 @@ def _call(given: dict[str, Any]) -> Any:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError("torch.func: attention over ranks has no transforms")
     tensors, asked, _ = asked_of("attention", (q, k, v), keywords, OverRanks)
-    options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain)
+    with_mods = asked.functions != (None, None)
+    if not with_mods:
+        options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain)
     if autocast.is_on():
         tensors = autocast.cast(tensors, q.device.type)
     ranks = ranks_of(mesh)
     if mesh.device_type != q.device.type:
         raise InvalidInputError("mesh", f"is one of {mesh.device_type} devices, but q is on {q.device}")
-    for name, known in (("layout", LAYOUTS), ("comm", COMMS)):
-        if given[name] not in known:
-            raise InvalidInputError(name, f"is {shown(given[name])}, must be one of {', '.join(known)}")
+    check_layout(given["layout"])
+    if given["comm"] not in COMMS:
+        raise InvalidInputError("comm", f"is {shown(given['comm'])}, must be one of {', '.join(COMMS)}")
     (lengths_q, inferred_q), (lengths_k, inferred_k) = (_lengths(side, given, ranks) for side in "qk")
     inferred, packed = (inferred_q, inferred_k), given["cu_seqlens_q"] is not None
     if packed != (given["cu_seqlens_k"] is not None):
         raise InvalidInputError(f"cu_seqlens_{'k' if packed else 'q'}", "is None, but the other one is given")
+    if with_mods:
+        options = _with_mods(tensors, asked, lengths_q, lengths_k)
     spec = Spec(
-        ranks, given["layout"], given["comm"], lengths_q, lengths_k, inferred, packed, options, asked.return_lse
-    )
+        ranks, given["layout"], given["comm"], lengths_q, lengths_k, inferred, packed, options, asked.return_lse,
+        _intervals(tensors, lengths_q, lengths_k),
+    )  # fmt: skip
     return _run(_kind(spec, tensors), tensors)
+
+
+def _intervals(t: Tensors, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...]) -> Kept | None:
+    """What an interval mask keeps; of one that does not fit, which is refused later, nothing."""
+    for ends, lengths in ((t.row_keys, lengths_q), (t.key_rows, lengths_k)):
+        if ends is not None and (ends.dim() != 4 or ends.shape[2] not in (1, max(lengths, default=0))):
+            return None
+    return intervals(t.row_keys, t.key_rows, lengths_q, lengths_k)
+
+
+def _with_mods(t: Tensors, asked: Asked, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...]) -> Options:
+    """The options of a call with score_mod or mask_mod, of which t gets what they read."""
+    from flashtile.call.functions import functions_of  # what few programs need is not loaded by all
+
+    shifts = {k - q for q, k in zip(lengths_q, lengths_k, strict=False)} or {0}
+    # A band is counted from the first row: it is one for all documents with one shift.
+    found = functions_of(*asked.functions, t, asked.plain[1], len(shifts) == 1)
+    t.operands, t.numbers = found.operands, found.numbers
+    options = read(t, asked.causal, asked.window_size, asked.return_lse, asked.plain)
+    return found.options(options, min(shifts))
 
 
 def _kind(spec: Spec, t: Tensors) -> Kind:
@@ -139,7 +171,7 @@ def _kind(spec: Spec, t: Tensors) -> Kind:
     given = None if is_plain(t) else tuple(None if x is None else plans.layout(x) for x in other_tensors(t))
     key = (
         "distributed", spec, settings.BACKEND.raw(), settings.COPIES.raw(), plans.products(t.q), *plans.layout(t.q),
-        *plans.layout(t.k), *plans.layout(t.v), given,
+        *plans.layout(t.k), *plans.layout(t.v), given, *map(plans.layout, t.operands or ()),
     )  # fmt: skip
     kind: Kind | None = plans.kinds.get(key)
     if kind is None:
@@ -154,7 +186,7 @@ def _run(kind: Kind, t: Tensors) -> Any:
         state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=t.q.device)
         t = dataclasses.replace(t, rng_state=share(spec.ranks, "the draw of dropout", state))
     if any(spec.options.grads):
-        out, lse = _apply(kind, t, t.q, t.k, t.v, t.sinks)
+        out, lse = _apply(kind, t, t.q, t.k, t.v, t.sinks, t.attn_bias, *(t.operands or ()))
     else:
         out, lse, _ = kind.forward(t)
     return (out, lse) if spec.with_lse else out
@@ -166,8 +198,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: Kind, t: Tensors, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         out, lse, saved = kind.forward(t)
-        ctx.save_for_backward(*saved)
-        ctx.kind, ctx.shape = kind, out.shape
+        ctx.save_for_backward(*saved, t.attn_bias, *(t.operands or ()))
+        ctx.kind, ctx.shape, ctx.numbers = kind, out.shape, t.numbers
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -175,9 +207,15 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedError("create_graph: attention over ranks has no second derivatives")
-        saved = Saved(*ctx.saved_tensors)
+        count = len(Saved._fields)
+        saved, (bias, *operands) = Saved(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
         dout = saved.out.new_zeros(ctx.shape) if dout is None else dout
-        return None, None, *ctx.kind.backward(saved, dout, dlse)
+        t = saved.tensors
+        t.attn_bias, t.numbers = bias, ctx.numbers
+        t.operands = None if ctx.numbers is None else tuple(operands)
+        found = ctx.kind.backward(saved, t, dout, dlse)
+        doperands = found.doperands or (None,) * len(operands)
+        return None, None, *found[:5], *doperands
 
 
 # Skips the wrapper of Function.apply, as ``ops`` does.

@@ -6,11 +6,12 @@ call follow one another in rows and in keys; what lies between them becomes sequ
 
 from __future__ import annotations
 
+import bisect
 import collections
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flashtile.core.masks import Band, Origin
@@ -131,11 +132,12 @@ def _joined(
     if not used_q or (even and len(used_q) + len(used_k) > 2):
         return None
     rows, keys = rows[used_q[0] : used_q[-1] + 1], keys[used_k[0] : used_k[-1] + 1]
+    grid = [over[used_k[0] : used_k[-1] + 1] for over in grid[used_q[0] : used_q[-1] + 1]]
     if len(rows) == len(keys) == 1:
-        return _trimmed(rows, keys, grid[used_q[0]][used_k[0]] or (0, 0), shift)
+        return _trimmed(rows, keys, grid[0][0] or (0, 0), shift)
     # For each pair the differences that it has, and those of them that are kept, counted alike.
     pairs: list[tuple[Differences, Differences | None]] = []
-    for (i, q), (j, k) in itertools.product(zip(used_q, rows, strict=True), zip(used_k, keys, strict=True)):
+    for (i, q), (j, k) in itertools.product(enumerate(rows), enumerate(keys)):
         apart, one = k.at - keys[0].at - q.at + rows[0].at, grid[i][j]
         pairs.append(((1 - q.length + apart, k.length - 1 + apart), one and (one[0] + apart, one[1] + apart)))
     # The tightest that keeps all there is to keep: if this keeps too much, everything does.
@@ -160,6 +162,53 @@ def _trimmed(rows: Sequence[Piece], keys: Sequence[Piece], differences: Differen
     )
     left = max(first - apart, 1 - num_rows), min(last - apart, num_keys - 1)
     return Rectangle(q.at + row_start, num_rows, k.at + key_start, num_keys, left, origin)
+
+
+def moved(found: Sequence[Rectangle], spans: Sequence[tuple[int, int]]) -> list[Rectangle]:
+    """Rectangles over a shard as those over some spans of it that follow one another; each lies in one of them."""
+    starts = [start for start, _ in spans]
+    before = list(itertools.accumulate((stop - start for start, stop in spans), initial=0))
+    places = [bisect.bisect_right(starts, each.key) - 1 for each in found]
+    return [each._replace(key=each.key - starts[n] + before[n]) for each, n in zip(found, places, strict=True)]
+
+
+def parts_in(found: Sequence[Rectangle], spans: Sequence[tuple[int, int]]) -> list[Rectangle]:
+    """What rectangles have of spans of a shard."""
+    parts = []
+    for each in found:
+        for start, stop in spans:
+            start, stop = max(start, each.key), min(stop, each.key + each.keys)
+            if start < stop:
+                past, (first, last) = start - each.key, each.kept
+                origin = each.origin._replace(key=each.origin.key + each.origin.key_step * past)
+                parts.append(
+                    each._replace(key=start, keys=stop - start, kept=(first - past, last - past), origin=origin)
+                )
+    return parts
+
+
+def aligned(found: list[Rectangle], rows: int) -> list[Rectangle]:
+    """Rectangles with rows around them that keep nothing, so that all begin and end on multiples of a tile's rows.
+
+    Or the same ones, if there is no room for that in some place, or it takes more bands.
+    """
+    order = sorted(range(len(found)), key=lambda n: found[n].row)
+    made, end = list(found), 0
+    for place, n in enumerate(order):
+        each = found[n]
+        after = found[order[place + 1]].row if place + 1 < len(order) else rows
+        start = each.row // _TILE * _TILE
+        stop = min(rows, -(-(each.row + each.rows) // _TILE) * _TILE)
+        first, last = each.kept
+        more, less = each.row - start, stop - each.row - each.rows
+        # Rows before it must keep nothing, and rows after it.
+        can = (not more or last <= 0) and (not less or first >= each.keys - each.rows)
+        if not can or start < end or stop > max(after, each.row + each.rows):
+            return found
+        end = max(end, stop)
+        origin = each.origin._replace(row=each.origin.row - each.origin.row_step * more)
+        made[n] = each._replace(row=start, rows=stop - start, kept=(first - more, last - more), origin=origin)
+    return made if len({x.bounds for x in made}) <= len({x.bounds for x in found}) else found
 
 
 def calls_of(found: Sequence[Rectangle], rows: int, keys: int, origins: bool) -> list[Call]:
@@ -210,6 +259,19 @@ def _skip(cu_seqlens_q: list[int], cu_seqlens_k: list[int], row: int, key: int) 
     if cu_seqlens_k[-1] < key:
         cu_seqlens_q.append(row)
         cu_seqlens_k.append(key)
+
+
+def whole_documents(documents: Sequence[int], lengths: Sequence[tuple[int, int]], band: Band, origins: bool) -> Call:
+    """The call of documents that a rank holds in full, one after another."""
+    bounds = [tuple(itertools.accumulate(side, initial=0)) for side in zip(*lengths, strict=True)]
+    where = (Origin(each, 0, 1, 0, 1, k - q) for each, (q, k) in zip(documents, lengths, strict=True))
+    return Call(bounds[0], bounds[1], band, tuple(where) if origins else ())
+
+
+def of_first_rows(call: Call, rows: int) -> Call:
+    """A call without rows at its end that see no keys."""
+    q = call.cu_seqlens_q
+    return call if q[-1] == rows else replace(call, cu_seqlens_q=tuple(min(x, rows) for x in q))
 
 
 def repeated(call: Call, batch: int) -> Call:

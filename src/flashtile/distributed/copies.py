@@ -250,10 +250,11 @@ class Copies:
             memory.put(parcel.peer, _FREE[parcel.kind])
         for parcel in sends:
             memory.wait(parcel.peer, _FREE[parcel.kind])
-            for part, x in enumerate(parcel.tensors):
-                if x is not None:
-                    start = self._starts[parcel.kind, number % PLACES[parcel.kind], part]
+            for part, tensors in enumerate(parcel.tensors):
+                start = self._starts.get((parcel.kind, number % PLACES[parcel.kind], part), 0)
+                for x in tensors:
                     memory.copy(parcel.peer, start, x)
+                    start += x.nbytes
             memory.put(parcel.peer, _FREE[parcel.kind] + 1)
         for parcel in receives:
             memory.wait(parcel.peer, _FREE[parcel.kind] + 1)

@@ -152,12 +152,12 @@ class Parcel(NamedTuple):
     """Contiguous tensors that travel together.
 
     Attributes:
-        tensors: Of keys and of values; None for one that does not travel.
+        tensors: Of keys and of values, each in parts that the receiver has one after another; none if it stays.
         peer: The place on the line where they go or come from.
         kind: "keys", "sums" or "back": those of keys on their way, or home at their owner.
     """
 
-    tensors: tuple[Tensor | None, Tensor | None]
+    tensors: tuple[tuple[Tensor, ...], ...]
     peer: int
     kind: str
 
@@ -198,8 +198,8 @@ class Messages:
             dist.P2POp(operation, x, group=group, group_peer=parcel.peer)
             for operation, parcels in ((dist.isend, sends), (dist.irecv, receives))
             for parcel in parcels
-            for x in parcel.tensors
-            if x is not None
+            for parts in parcel.tensors
+            for x in parts
         ]
         peers = [self._line.members[op.group_peer] for op in ops]
         works = named(what, peers, dist.batch_isend_irecv, ops)

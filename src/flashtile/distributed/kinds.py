@@ -5,24 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.call.arguments import Options, Tensors
+from flashtile.call.arguments import TENSORS, Grads, Tensors
 from flashtile.call.backend import directions_of
 from flashtile.call.problem import Problem
 from flashtile.core import settings
 from flashtile.core.errors import ExchangeError, InvalidInputError, UnsupportedError
-from flashtile.core.masks import Band
-from flashtile.core.states import Partial, sinks_gradient
+from flashtile.core.states import sinks_gradient
 from flashtile.distributed.copies import Copies, may_copy, reach
-from flashtile.distributed.exchange import Line, Messages, Ranks, add_up, agree, any_of, refuse_differences, shortened
+from flashtile.distributed.exchange import Line, Messages, add_up, agree, any_of, refuse_differences, shortened
 from flashtile.distributed.heads import Heads
-from flashtile.distributed.launches import OfRows, Part
-from flashtile.distributed.layouts import Layout, ranges, shard_length
+from flashtile.distributed.launches import OfRows, Part, Wholes, four, has_pairs, with_
+from flashtile.distributed.layouts import Dealt, ranges, shard_length
 from flashtile.distributed.plan import make_plan
+from flashtile.distributed.spec import Saved, Spec, Whole, saved_of
 from flashtile.distributed.steps import Steps
 from flashtile.ops import dispatch
 
@@ -31,54 +31,6 @@ COMMS = ("auto", "ring", "allgather", "ulysses")
 _HIDDEN = 3000
 # What a rank says that others need not say.
 _OWN = dict.fromkeys(("reach", "rows_q", "rows_k"), 0)
-
-
-class Spec(NamedTuple):
-    """A call but for its tensors.
-
-    Attributes:
-        ranks: Those that share it.
-        layout: Of queries and keys.
-        comm: One of ``COMMS``.
-        lengths_q: Queries of each document of the whole; of a dense call its one length.
-        lengths_k: Keys, likewise.
-        inferred: Which of the two are this rank's rows times the ranks, since nothing else was said.
-        packed: Whether documents are packed.
-        options: Its options.
-        with_lse: Whether lse is returned.
-    """
-
-    ranks: Ranks
-    layout: Layout
-    comm: str
-    lengths_q: tuple[int, ...]
-    lengths_k: tuple[int, ...]
-    inferred: tuple[bool, bool]
-    packed: bool
-    options: Options
-    with_lse: bool
-
-    @property
-    def band(self) -> Band:
-        """Its mask."""
-        return self.options.band
-
-    def rows(self, q: Tensor) -> int:
-        """Rows of a sequence in a tensor, or of all documents."""
-        return q.shape[0 if self.packed else 1]
-
-
-class Saved(NamedTuple):
-    """What the backward needs: packed tensors, of this rank's heads where heads are exchanged."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
-    rng_state: Tensor | None
 
 
 def make_kind(spec: Spec, t: Tensors) -> Kind:
@@ -116,16 +68,26 @@ def _said(spec: Spec, t: Tensors) -> dict[str, Any]:
     def kind(x: Tensor | None) -> str | None:
         return None if x is None else f"{x.dtype} {(*x.shape[:axis], *x.shape[axis + 1 :])} a row"
 
+    def whole(x: Tensor | None) -> str | None:
+        return None if x is None else f"{x.dtype} of shape {tuple(x.shape)}"
+
     tensors = {"q": t.q, "k": t.k, "v": t.v, "alibi_slopes": t.alibi_slopes, "sinks": t.sinks}
+    pairs = {"attn_mask": t.attn_mask, "attn_bias": t.attn_bias}
+    kept = spec.intervals
+    masks = [whole(t.row_keys), whole(t.key_rows), o.mirrored, *([] if kept is None else [kept.rows, kept.keys])]
+    functions = [o.mods, [whole(x) for x in t.operands or ()]]
     lengths = zip("qk", (spec.lengths_q, spec.lengths_k), spec.inferred, strict=True)
     name = "cu_seqlens" if spec.packed else "seqlen"
     return {
         **{name: kind(x) for name, x in tensors.items()},
+        **{name: whole(x) for name, x in pairs.items()},
+        "block_mask": masks if t.row_keys is not None or t.key_rows is not None else None,
+        "score_mod, mask_mod": functions if o.mods else None,
         **{f"{name}_{side}": None if inferred else all_of_them for side, all_of_them, inferred in lengths},
-        "layout": spec.layout,
+        "layout": [x.spans, x.lengths] if isinstance(x := spec.layout, Dealt) else x,
         "comm": spec.comm,
         "window_size, causal": [o.window_left, o.window_right],
-        "requires_grad": list(o.grads.named),
+        "requires_grad": [*o.grads.named, *o.grads.operands],
         "return_lse": spec.with_lse,
         settings.COPIES.name: settings.COPIES.get(),
         **{each: getattr(o, each) for each in ("softmax_scale", "softcap", "dropout_p", "deterministic", "backend")},
@@ -153,9 +115,6 @@ def _check_rows(spec: Spec, everyone: list[dict[str, Any]]) -> None:
 
 def _check(spec: Spec, t: Tensors) -> None:
     """Raises for what is wrong with this rank's call, whatever the others say."""
-    for name in ("attn_mask", "attn_bias"):
-        if getattr(t, name) is not None:
-            raise UnsupportedError(f"{name}: is a matrix of rows and keys, of which a rank holds some; not supported")
     problem = _of_this_rank(spec, t)
     heads = _lines(spec, problem)[0]
     if spec.packed and len(spec.lengths_q) != len(spec.lengths_k):
@@ -171,7 +130,7 @@ def _check(spec: Spec, t: Tensors) -> None:
     each = max(problem.num_heads_kv // heads.size, 1)
     inner = problem.but(
         varlen=True, num_heads_q=problem.num_heads_q // heads.size, num_heads_kv=each, sinks=False,
-        origins=_needs_origins(spec, t), out_dtype=problem.lse_dtype, grad_dtype=problem.lse_dtype,
+        origins=_tells_origins(spec, t), out_dtype=problem.lse_dtype, grad_dtype=problem.lse_dtype,
     )  # fmt: skip
     for direction in reversed(directions_of(inner)):
         dispatch.select(inner, direction, spec.options.backend)
@@ -180,11 +139,36 @@ def _check(spec: Spec, t: Tensors) -> None:
 def _of_this_rank(spec: Spec, t: Tensors) -> Problem:
     """The problem of this rank's tensors; where documents are packed, of as many as there are, without their bounds."""
     bounds = torch.zeros(len(spec.lengths_q) + 1, dtype=torch.int32, device=t.q.device) if spec.packed else None
-    return Problem.of(dataclasses.replace(t, cu_seqlens_q=bounds, cu_seqlens_k=bounds), spec.options)
+    mine: dict[str, Any] = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    if not (has_pairs(t) or t.operands is not None):
+        return Problem.of(dataclasses.replace(t, **mine), spec.options)
+    alone: dict[str, Any] = dict.fromkeys(("attn_mask", "attn_bias", "row_keys", "key_rows", "operands", "numbers"))
+    options = dataclasses.replace(spec.options, mods=(), grads=Grads(*spec.options.grads[:3]))
+    problem = Problem.of(dataclasses.replace(t, **mine, **alone), options)
+    # What there is of pairs is of the whole: checked on tensors without data, of its lengths.
+    values = {name: x for name in TENSORS if isinstance(x := getattr(t, name), Tensor)}
+    for name, lengths in (("q", spec.lengths_q), ("k", spec.lengths_k), ("v", spec.lengths_k)):
+        x = values[name]
+        values[name] = x.new_empty((sum(lengths), *x.shape[1:]) if spec.packed else (len(x), lengths[0], *x.shape[2:]))
+    longest = [max(x, default=0) if spec.packed else None for x in (spec.lengths_q, spec.lengths_k)]
+    options = dataclasses.replace(spec.options, max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+    whole = Tensors(**{name: x.to("meta") for name, x in values.items()}, numbers=t.numbers)  # type: ignore[arg-type]
+    whole.operands = None if t.operands is None else tuple(x.to("meta") for x in t.operands)
+    if spec.packed:
+        whole.cu_seqlens_q = whole.cu_seqlens_k = mine["cu_seqlens_q"].to("meta")
+    of_whole = Problem.of(whole, options)
+    return dataclasses.replace(
+        problem, score_mod=of_whole.score_mod, mask_mod=of_whole.mask_mod, grads=spec.options.grads
+    )
 
 
-def _needs_origins(spec: Spec, t: Tensors) -> bool:
+def _needs_places(spec: Spec, t: Tensors) -> bool:
     """Whether positions count beyond the mask."""
+    return has_pairs(t) or bool(spec.options.mods) or _tells_origins(spec, t)
+
+
+def _tells_origins(spec: Spec, t: Tensors) -> bool:
+    """Whether kernels must know them."""
     return t.alibi_slopes is not None or spec.options.dropout_p > 0
 
 
@@ -273,13 +257,14 @@ class Kind:
         self._repeats = max(1, heads.size // problem.num_heads_kv)
         self._ring, each = ring, problem.num_heads_q // heads.size
         self._some = slice(heads.rank * each, (heads.rank + 1) * each)
-        plan = make_plan(
-            lengths_q, lengths_k, ring.size, ring.rank, layout, spec.band, batch=batch, origins=_needs_origins(spec, t)
-        )
         most = None
         if ring.size > 1 and spec.comm == "allgather":
             most = shard_length(sum(lengths_k), ring.size, 0) * batch
-        part = Part(problem.num_heads_q, self._some.start)
+        plan = make_plan(
+            lengths_q, lengths_k, ring.size, ring.rank, layout, spec.band, batch=batch, origins=_needs_places(spec, t),
+            whole=most is not None, intervals=spec.intervals,
+        )  # fmt: skip
+        part = Part(problem.num_heads_q, self._some.start, _tells_origins(spec, t))
         messages: Messages | Copies = Messages(ring)
         if copies and ring.size > 1 and spec.comm != "allgather":
             messages = _messages(spec, ring, problem, each, shard_length(sum(lengths_k), ring.size, 0) * batch, t.q)
@@ -308,20 +293,27 @@ class Kind:
             (q,), (k, v) = of_rows.split(q), of_keys.split(k, v)
             sinks = None if sinks is None else sinks[self._some].contiguous()
             slopes = None if slopes is None else slopes[..., self._some].contiguous()
-        inner = Tensors(q, k.contiguous(), v.contiguous(), slopes, rng_state=t.rng_state)
-        state = self._steps.forward(inner, None if sinks is None else self._start(q, sinks))
-        if state is None:
-            state = self._start(q, None)
-        out, lse = state.out.to(q.dtype), state.lse
-        saved = Saved(q, inner.k, inner.v, out, lse, sinks, slopes, t.rng_state)
+        inner = with_(t, q=q, k=k.contiguous(), v=v.contiguous(), alibi_slopes=slopes, sinks=None, **self._pairs(t))
+        out, lse = self._steps.forward(inner, sinks)
+        saved = saved_of(out, lse, sinks, inner)
         out_here, lse_here = out, lse
         if self._heads is not None:
             out_here = self._heads[0].join(out)
             lse_here = self._heads[0].join(lse.t()[..., None])[..., 0].t() if self.spec.with_lse else lse
         return self._like_q(out_here, t.q), self._lse_like_q(lse_here, t.q) if self.spec.with_lse else None, saved
 
-    def backward(self, saved: Saved, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of q, k, v and sinks that are wanted; those of sinks are of all ranks' rows."""
+    def _pairs(self, t: Tensors) -> dict[str, Any]:
+        """Masks and biases of this rank's heads."""
+        if self._heads is None or not has_pairs(t):
+            return {}
+        given = {name: getattr(t, name) for name in ("attn_mask", "attn_bias", "row_keys", "key_rows")}
+        found = {name: x for name, x in given.items() if x is not None}
+        return {
+            name: four(x)[:, self._some] if x.dim() > 2 and four(x).shape[1] > 1 else x for name, x in found.items()
+        }
+
+    def backward(self, saved: Saved, t: Tensors, dout: Tensor, dlse: Tensor | None) -> Whole:
+        """The gradients that are wanted; t has the whole bias, and what functions read."""
         q_like = dout
         if not self.spec.packed:
             dout = dout.flatten(0, 1)
@@ -330,37 +322,45 @@ class Kind:
             (dout,) = self._heads[0].split(dout)
             dlse = None if dlse is None else self._heads[0].split(dlse.t()[..., None])[0][..., 0].t()
         dlse = None if dlse is None else dlse.contiguous()
-        rows = OfRows(saved.out.contiguous(), saved.lse.contiguous(), dout.contiguous(), dlse)
-        grads, slopes = self.spec.options.grads, saved.alibi_slopes
+        grads, inner = self.spec.options.grads, saved.tensors
+        inner.k, inner.v = inner.k.contiguous(), inner.v.contiguous()
+        inner.operands, inner.numbers = t.operands, t.numbers
+        wholes = Wholes.zeros(inner, grads) if grads.bias or grads.operands else None
+        rows = OfRows(saved.out.contiguous(), saved.lse.contiguous(), dout.contiguous(), dlse, wholes)
         dq = dk = dv = None
-        if any(grads[:3]):
-            inner = Tensors(saved.q, saved.k.contiguous(), saved.v.contiguous(), slopes, rng_state=saved.rng_state)
-            total, back = self._steps.backward(inner, rows)
-            dq = None if total.dq is None else total.dq.to(saved.q.dtype)
-            dk, dv = (self._of_keys(x, more, saved.k.dtype) for x, more in zip((total.dk, total.dv), back, strict=True))
+        if any(grads[:3]) or wholes is not None:
+            total = self._steps.backward(inner, rows)
+            dq, dk, dv = total.dq, *(self._of_keys(x, saved.k.dtype) for x in (total.dk, total.dv))
             dq = None if dq is None else self._like_q(dq if self._heads is None else self._heads[0].join(dq), q_like)
         dsinks = self._dsinks(saved.sinks, rows) if grads.sinks and saved.sinks is not None else None
-        return dq, dk, dv, dsinks
+        return Whole(dq, dk, dv, dsinks, *self._of_wholes(wholes, t))
 
-    def _start(self, q: Tensor, sinks: Tensor | None) -> Partial:
-        """The state before any key: sinks are a key whose value is 0."""
-        dtype, rows = self._problem.lse_dtype, q.shape[0]
-        out = q.new_zeros((*q.shape[:2], self._problem.head_dim_v), dtype=dtype)
-        if sinks is None:
-            return Partial(out, q.new_full((q.shape[1], rows), -torch.inf, dtype=dtype))
-        return Partial(out, sinks.to(dtype)[:, None].repeat(1, rows))
+    def _of_wholes(self, wholes: Wholes | None, t: Tensors) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        """The gradients of a bias and of what functions read, over all ranks' rows."""
+        if wholes is None:
+            return None, ()
+        dbias = None
+        if wholes.bias is not None and t.attn_bias is not None:
+            found, whole = wholes.bias, four(t.attn_bias)
+            if found.shape != whole.shape:
+                found = torch.zeros_like(whole, dtype=found.dtype, memory_format=torch.contiguous_format)
+                found[:, self._some] = wholes.bias
+            # Of heads that no rank shares, those of the others are zeros.
+            found = add_up(self.spec.ranks, "the sum of the gradients of attn_bias", found)
+            dbias = found.view(t.attn_bias.shape).to(t.attn_bias.dtype)
+        what = "the sum of the gradients of what score_mod reads"
+        totals = (None if x is None else add_up(self.spec.ranks, what, x) for x in wholes.operands)
+        pairs = zip(totals, t.operands or (), strict=True) if wholes.operands else ()
+        return dbias, tuple(None if x is None else x.to(like.dtype) for x, like in pairs)
 
-    def _of_keys(self, x: Tensor | None, more: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """The gradient of k or v from its sum, and from what other ranks added last."""
+    def _of_keys(self, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The gradient of k or v in its place; of repeated heads from those in float32."""
         if x is None:
             return None
-        if self._repeats > 1:  # rounded once, below
-            dtype, final = x.dtype, dtype
-        x = x.to(dtype) if more is None else torch.add(x, more, out=torch.empty_like(x, dtype=dtype))
         if self._heads is not None:
             x = self._heads[1].join(x)
         if self._repeats > 1:
-            x = x.unflatten(1, (-1, self._repeats)).sum(2).to(final)
+            x = x.unflatten(1, (-1, self._repeats)).sum(2).to(dtype)
         return x if self.spec.packed else x.unflatten(0, (self._problem.batch, self._keys))
 
     def _dsinks(self, sinks: Tensor, rows: OfRows) -> Tensor:

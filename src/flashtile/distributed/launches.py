@@ -14,7 +14,7 @@ from flashtile.call.arguments import Grads, Options, Tensors
 from flashtile.call.backend import Backward, Chain, Forward, Gradients
 from flashtile.call.problem import Problem
 from flashtile.core.states import Partial
-from flashtile.distributed.plan import Call
+from flashtile.distributed.calls import Call
 from flashtile.ops import dispatch
 from flashtile.ops import operators as ops
 
@@ -23,10 +23,17 @@ Keys = tuple[Tensor, Tensor]
 
 
 class Part(NamedTuple):
-    """Which part of the whole call a rank's tensors are: how many query heads that has, and the first of this one's."""
+    """Which part of the whole call a rank's tensors are.
+
+    Attributes:
+        heads: Query heads of the whole.
+        first_head: The first of this rank's.
+        with_origins: Whether kernels are told where sequences lie in the whole.
+    """
 
     heads: int
     first_head: int
+    with_origins: bool = True
 
 
 class OfRows(NamedTuple):
@@ -36,6 +43,52 @@ class OfRows(NamedTuple):
     lse: Tensor
     dout: Tensor
     dlse: Tensor | None
+    wholes: Wholes | None = None
+
+    def of(self, rows: tuple[int, int]) -> OfRows:
+        """That of some of them."""
+        if rows == (0, self.out.shape[0]):
+            return self
+        some, dlse = slice(*rows), self.dlse
+        lse, dlse = (None if x is None else x[:, some].contiguous() for x in (self.lse, dlse))
+        assert lse is not None
+        return self._replace(out=self.out[some], lse=lse, dout=self.dout[some], dlse=dlse)
+
+
+def some_of(t: Tensors, rows: tuple[int, int], keys: tuple[int, int]) -> Tensors:
+    """The tensors of some rows and some keys."""
+    if rows == (0, t.q.shape[0]) and keys == (0, t.k.shape[0]):
+        return t
+    (first, stop), (key, key_stop) = rows, keys
+    return with_(t, q=t.q[first:stop], k=t.k[key:key_stop], v=t.v[key:key_stop])
+
+
+def with_(t: Tensors, **changes: Any) -> Tensors:
+    """A copy with other tensors, in a third of the time that ``dataclasses.replace`` takes."""
+    made = object.__new__(Tensors)
+    vars(made).update(vars(t), **changes)
+    return made
+
+
+class Wholes(NamedTuple):
+    """Sums of the gradients of what belongs to pairs of the whole, in the shapes of a call's tensors.
+
+    Attributes:
+        bias: Of attn_bias, four dimensions, in lse's dtype; None if it is not wanted.
+        operands: Of what score mods read, or empty.
+    """
+
+    bias: Tensor | None
+    operands: tuple[Tensor | None, ...]
+
+    @classmethod
+    def zeros(cls, t: Tensors, grads: Grads) -> Wholes:
+        """Those of nothing."""
+        bias = None
+        if grads.bias and t.attn_bias is not None:
+            bias = torch.zeros_like(four(t.attn_bias), dtype=wide(t), memory_format=torch.contiguous_format)
+        wanted = zip(t.operands or (), grads.operands, strict=True) if grads.operands else ()
+        return cls(bias, tuple(torch.zeros_like(x, dtype=wide(t)) if each else None for x, each in wanted))
 
 
 class CallPlan:
@@ -49,18 +102,26 @@ class CallPlan:
             window_right=band.right,
             max_seqlen_q=call.max_seqlen_q,
             max_seqlen_k=call.max_seqlen_k,
-            grads=Grads(*options.grads[:3]),
+            grads=options.grads._replace(sinks=False),
         )
+        # Of what each mod reads, how many tensors there are.
+        self._read: tuple[int, ...] = ()
+        if options.mods:
+            self._read, self.options = _of_parts(self.options)
         self._bounds_q = self._bounds_k = _int32(call.cu_seqlens_q, device)
         if call.cu_seqlens_k != call.cu_seqlens_q:
             self._bounds_k = _int32(call.cu_seqlens_k, device)
         self._origins: Tensor | None = None
+        self._places: Places | None = None
         if call.origins:
-            rows = [o._replace(head=o.head * part.heads + part.first_head) for o in call.origins]
-            self._origins = _int32(rows, device)
+            if part.with_origins:
+                rows = [o._replace(head=o.head * part.heads + part.first_head) for o in call.origins]
+                self._origins = _int32(rows, device)
             self._entries = _int32([o.head for o in call.origins], device)
+            self._table = _int32([(*o[:5], part.first_head) for o in call.origins], device)
+            self._places = Places(call, device)
         self._is_last = is_last
-        # Whether dk and dv of calls of a chain are in the keys' dtype: no others are added to them.
+        # Whether dk and dv are in the keys' dtype: no others are added to them.
         self.rounds = False
         self._forward: Forward | None = None
         self._backwards: dict[Any, Backward] = {}
@@ -69,16 +130,25 @@ class CallPlan:
         slopes = t.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes.index_select(0, self._entries)
-        bounds = self._bounds_q, self._bounds_k
-        return Tensors(t.q, *keys, slopes, None, None, None, *bounds, rng_state=t.rng_state, origins=self._origins)
+        bounds, state = (self._bounds_q, self._bounds_k), t.rng_state
+        given = Tensors(t.q, *keys, slopes, None, None, None, *bounds, rng_state=state, origins=self._origins)
+        if has_pairs(t):
+            assert self._places is not None
+            self._places.fill(given, t, self.options.grads.bias)
+        if t.operands is not None:
+            found, operands = iter(t.operands), list[Tensor]()
+            for count in self._read:
+                operands += [*itertools.islice(found, count), self._table]
+            given.operands, given.numbers = tuple(operands), t.numbers
+        return given
 
-    def forward(self, t: Tensors, keys: Keys, state: Partial | None) -> Partial:
-        """The state after these keys; in q's dtype if the call is the last."""
+    def forward(self, t: Tensors, keys: Keys, state: Partial | None, into: Tensor | None = None) -> Partial:
+        """The state after these keys; in q's dtype if the call is the last, whose out may be written into a tensor."""
         given = self._given(t, keys)
         if self._forward is None:
-            dtype = t.q.dtype if self._is_last else _wide(t)
+            dtype = t.q.dtype if self._is_last else wide(t)
             self._forward = ops.REGULAR.plan("forward", given, self.options, out_dtype=dtype)
-        return Partial(*self._forward(given, state))
+        return Partial(*self._forward(given, state, into if self._is_last else None))
 
     def backward(
         self, t: Tensors, keys: Keys, rows: OfRows, sums: Gradients | None, chain: Chain | None = None,
@@ -90,13 +160,27 @@ class CallPlan:
         key = t.q.stride(), t.q.data_ptr() % 16, rows.dlse is None
         run: Any = self._backwards.get(key)
         if run is None:
-            dtype = t.q.dtype if self.rounds else _wide(t)
+            dtype = t.q.dtype if self.rounds else wide(t)
             douts = rows.dout, rows.dlse
             run = self._backwards[key] = ops.REGULAR.plan("backward", given, self.options, douts, grad_dtype=dtype)
-        return run(given, *rows, sums) if chain is None else run.in_chain(given, *rows, sums, chain, heads)
+        if chain is not None:
+            return run.in_chain(given, *rows[:4], sums, chain, heads)
+        found = run(given, *rows[:4], sums)
+        if rows.wholes is not None:
+            if rows.wholes.bias is not None and self._places is not None:
+                self._places.add(rows.wholes.bias, found.dbias)
+            if found.doperands:
+                tables = set(itertools.accumulate(count + 1 for count in self._read))
+                own = [x for n, x in enumerate(found.doperands, 1) if n not in tables]
+                for total, x in zip(rows.wholes.operands, own, strict=True):
+                    if total is not None and x is not None:
+                        total += x
+        return found
 
     def may_chain(self, t: Tensors) -> bool:
         """Whether the call may be one of a ``Chain``; t has any keys."""
+        if has_pairs(t) or t.operands is not None:
+            return False
         bounds_q, bounds_k = self._bounds
         k, v = (x.new_empty((bounds_k[-1], *x.shape[1:])) for x in (t.k, t.v))
         problem = Problem.of(self._given(t, (k, v)), self.options)
@@ -108,7 +192,102 @@ class CallPlan:
         return rows > 0 and all(end % rows == 0 or end == bounds_q[-1] for end in ends)
 
 
-def _wide(t: Tensors) -> torch.dtype:
+def _of_parts(options: Options) -> tuple[tuple[int, ...], Options]:
+    """How many tensors each mod reads, and the options with mods that read where sequences lie in the whole too."""
+    from flashtile.mods.graph import parse  # what few programs need is not loaded by all
+    from flashtile.mods.parts import of_part
+
+    counts = tuple(len(parse(text).operands) for text in options.mods)
+    wanted, flags = iter(options.grads.operands), list[bool]()
+    for count in counts if options.grads.operands else ():
+        flags += [*itertools.islice(wanted, count), False]
+    mods, grads = tuple(map(of_part, options.mods)), options.grads._replace(operands=tuple(flags))
+    return counts, dataclasses.replace(options, mods=mods, grads=grads)
+
+
+def has_pairs(t: Tensors) -> bool:
+    """Whether a call has tensors with an element for a pair, a row or a key of the whole."""
+    return any(x is not None for x in (t.attn_mask, t.attn_bias, t.row_keys, t.key_rows))
+
+
+def four(x: Tensor) -> Tensor:
+    """A mask or a bias with all its dimensions."""
+    return x[(None,) * (4 - x.dim())]
+
+
+class Places:
+    """Where a call's sequences lie in the whole, and so which parts of masks and biases of the whole are theirs.
+
+    Args:
+        call: It has origins.
+        device: Of the tensors.
+    """
+
+    def __init__(self, call: Call, device: torch.device) -> None:
+        lengths = [[b - a for a, b in itertools.pairwise(x)] for x in (call.cu_seqlens_q, call.cu_seqlens_k)]
+        self._longest = call.max_seqlen_q, call.max_seqlen_k
+        values = [
+            [o.head, o.row, o.row_step, o.key, o.key_step, q, k] for o, q, k in zip(call.origins, *lengths, strict=True)
+        ]
+        with torch.inference_mode(False):
+            found = torch.tensor(values, dtype=torch.int64, device=device).view(-1, 7)
+        self._entry, *sides = found.unbind(1)
+        # First position, step and length of each sequence's rows, and of its keys.
+        self._sides = (sides[0], sides[1], sides[4]), (sides[2], sides[3], sides[5])
+
+    def fill(self, given: Tensors, t: Tensors, bias_grad: bool) -> None:
+        """Gives the call its parts of what the whole has."""
+        if t.attn_mask is not None:
+            given.attn_mask = self._part(t.attn_mask)
+        if t.attn_bias is not None:
+            bias = self._part(t.attn_bias)
+            # Gradients of many calls are added up.
+            given.attn_bias = bias.to(wide(t)) if bias_grad else bias
+        for name, mine, others in (("row_keys", 0, 1), ("key_rows", 1, 0)):
+            ends = getattr(t, name)
+            if ends is not None:
+                setattr(given, name, self._ends(ends, mine, others))
+
+    def add(self, total: Tensor, part: Tensor | None) -> None:
+        """Adds the gradient of a part to that of the whole."""
+        assert part is not None
+        b, (row, key) = self._entries(total), (self._positions(total, side) for side in (0, 1))
+        heads = torch.arange(total.shape[1], device=total.device)
+        place = b[:, None, None, None], heads[:, None, None], row[:, None, :, None], key[:, None, None, :]
+        total.index_put_(place, four(part).to(total.dtype), accumulate=True)
+
+    def _entries(self, x: Tensor) -> Tensor:
+        return self._entry if x.shape[0] > 1 else torch.zeros_like(self._entry)
+
+    def _positions(self, x: Tensor, side: int) -> Tensor:
+        """Of each sequence's rows, or keys, their places in a tensor of the whole; ``(sequences, longest or 1)``."""
+        size, (first, step, _) = x.shape[2 + side], self._sides[side]
+        if size == 1:
+            return torch.zeros_like(first)[:, None]
+        each = torch.arange(self._longest[side], device=x.device)
+        return (first[:, None] + step[:, None] * each).clamp(0, size - 1)
+
+    def _part(self, x: Tensor) -> Tensor:
+        """``(sequences, heads or 1, longest rows or 1, longest keys or 1)`` of a mask or a bias."""
+        x = four(x)
+        row, key = (self._positions(x, side) for side in (0, 1))
+        return x[self._entries(x)[:, None, None], :, row[:, :, None], key[:, None, :]].permute(0, 3, 1, 2)
+
+    def _ends(self, ends: Tensor, mine: int, others: int) -> Tensor:
+        """Intervals of the other side, counted from its first of each sequence, as far as it has them."""
+        place = ends[..., 0]
+        size, (first, step, _) = place.shape[2], self._sides[mine]
+        at = torch.zeros_like(first)[:, None]
+        if size > 1:
+            at = first[:, None] + step[:, None] * torch.arange(self._longest[mine], device=ends.device)
+        found = ends[self._entries(ends)[:, None], :, at.clamp(0, size - 1)].transpose(1, 2)
+        first, step, length = (x[:, None, None, None] for x in self._sides[others])
+        # The first of every so many that is not before an end.
+        found = -((first - found) // step.clamp(min=1))
+        return torch.minimum(found.clamp(min=0), length).to(torch.int32).contiguous()
+
+
+def wide(t: Tensors) -> torch.dtype:
     """The dtype of results to which others are added, that of lse."""
     return torch.promote_types(t.q.dtype, torch.float32)
 

@@ -9,6 +9,7 @@ shards may be uneven, and empty. A rank's rows are in the order of their documen
 - ``zigzag``: of each document the parts r and 2N - 1 - r of 2N, so that all ranks have equal work under a causal mask.
   Parts of a document differ by one row at most; rows that do not divide are dealt to the ranks in turn, on from
   document to document.
+- ``Dealt``: whatever it says, which ``dealing`` makes of a mask. Its rows are in its order.
 """
 
 from __future__ import annotations
@@ -17,12 +18,39 @@ import bisect
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from flashtile.core.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError, shown
 
-Layout = Literal["contiguous", "zigzag", "striped"]
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+Name = Literal["contiguous", "zigzag", "striped"]
+LAYOUTS: tuple[Name, ...] = get_args(Name)
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A layout of documents of certain lengths, made for a mask by ``deal``; the same on all ranks.
+
+    Attributes:
+        lengths: Rows of each document.
+        spans: Of each rank, which rows it holds, in order: document, first row and number of rows.
+    """
+
+    lengths: tuple[int, ...]
+    spans: tuple[tuple[tuple[int, int, int], ...], ...]
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.lengths, self.spans))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"Dealt({sum(self.lengths)} rows to {len(self.spans)} ranks)"
+
+
+Layout = Name | Dealt
 
 
 class Piece(NamedTuple):
@@ -48,18 +76,33 @@ def shard_length(total: int, world: int, rank: int) -> int:
     return total // world + (rank < total % world)
 
 
-def check(lengths: Sequence[int], world: int, rank: int, layout: str) -> None:
+def check_layout(layout: object) -> None:
+    """Raises for what is no layout.
+
+    Raises:
+        InvalidInputError: It is neither a known name nor ``Dealt``.
+    """
+    if not (isinstance(layout, Dealt) or (isinstance(layout, str) and layout in LAYOUTS)):
+        known = f"must be one of {', '.join(LAYOUTS)}, or made by deal"
+        raise InvalidInputError("layout", f"is {shown(layout)}, {known}")
+
+
+def check(lengths: Sequence[int], world: int, rank: int, layout: Layout) -> None:
     """Raises for arguments that describe no shard.
 
     Raises:
-        InvalidInputError: An unknown layout, a rank that is not in the world, or a negative length.
+        InvalidInputError: An unknown layout, one for other lengths or ranks, a rank that is not in the world, or a
+            negative length.
     """
-    if layout not in LAYOUTS:
-        raise InvalidInputError("layout", f"{layout!r} is not known, must be one of {', '.join(LAYOUTS)}")
+    check_layout(layout)
     if not 0 <= rank < world:
         raise InvalidInputError("rank", f"must be from 0 to {world - 1}, got {rank}")
     if min(lengths, default=0) < 0:
         raise InvalidInputError("lengths", f"must not be negative, got {min(lengths)}")
+    if isinstance(layout, Dealt) and (layout.lengths != tuple(lengths) or len(layout.spans) != world):
+        have = f"is of {len(layout.lengths)} documents, {sum(layout.lengths)} rows in all, on {len(layout.spans)} ranks"
+        here = f"there are {len(lengths)} of {sum(lengths)} on {world}"
+        raise InvalidInputError("layout", f"{have}, but {here}, or lengths differ")
 
 
 def pieces(
@@ -79,13 +122,17 @@ def pieces(
         InvalidInputError: As ``check``.
     """
     check(lengths, world, rank, layout)
-    check((), parts, part, layout)
+    check((), parts, part, "contiguous")
     found = []
     at = 0
-    for document, start, stride, length in _PIECES[layout](_starts(tuple(lengths)), world, rank):
+    if isinstance(layout, Dealt):
+        spans: _Spans = ((document, start, 1, length) for document, start, length in layout.spans[rank])
+    else:
+        spans = _PIECES[layout](_starts(tuple(lengths)), world, rank)
+    for document, start, stride, length in spans:
         found.append(Piece(document, start, stride, length, at))
         at += length
-    return tuple(found if parts == 1 else _cut(found, *_span(at, parts, part)))
+    return tuple(found if parts == 1 else cut(found, *_span(at, parts, part)))
 
 
 def ranges(
@@ -117,7 +164,7 @@ def _span(total: int, parts: int, part: int) -> tuple[int, int]:
     return start, start + shard_length(total, parts, part)
 
 
-def _cut(found: Sequence[Piece], start: int, stop: int) -> Iterator[Piece]:
+def cut(found: Sequence[Piece], start: int, stop: int) -> Iterator[Piece]:
     """What pieces hold of a rank's rows from ``start`` to ``stop``."""
     for piece in found:
         first, last = max(start, piece.at), min(stop, piece.at + piece.length)

@@ -1,11 +1,14 @@
 """Plans: what each rank computes and sends, step by step, made once from lengths, mask and layout.
 
-Step s of rank r is a packed call of its rows over the keys of rank ``r - s``, counted around the ring of N ranks. A
-shard of keys goes from its owner to the next rank and on, as far as somebody needs it; where ranks in between do not
-need it, its owner sends it past them. Of a contiguous shard only the rows travel from the first to the last that others
-keep. Each rank that needs a shard gets it once. In the backward the float32 sums of dk
-and dv go after the keys: those of a shard's step s to its step ``s + lag``, and from the last ones home to the owner,
-which adds them to what its own rows gave. With a lag of 2 they have a whole step to travel, in two chains.
+Step s of rank r is a packed call of its rows over the keys of rank ``r - s``, counted around the ring of N ranks. Of a
+shard of keys a rank gets those that its rows see, once: from the rank before, if that used the same keys in the step
+before, else from their owner. So a shard that all ranks see goes around the ring, and of a window its end goes to
+one rank. In the backward the float32 sums of dk and dv go after the keys: those of a shard's step s to its step
+``s + lag`` if that has the same keys, and from the last ones home to the owner, which adds them to what its own rows
+gave. With a lag of 2 they have a whole step to travel, in two chains.
+
+Work that no other rank takes part in stands apart (``Own``): documents that are a rank's alone are a call of their own,
+rows that see no other rank's keys need no running output, and keys that no other rank sees no sums in float32.
 
 Pure integers: nothing here needs torch, a device or a process group.
 """
@@ -13,18 +16,16 @@ Pure integers: nothing here needs torch, a device or a process group.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
-from flashtile.distributed.calls import Call as Call
-from flashtile.distributed.calls import Rectangle, calls_of, kept, rectangles, repeated
-from flashtile.distributed.layouts import Layout, Piece, check, pieces, shard_length
-
-# Rows that travel begin on a multiple, so that those of 16-bit elements begin on 16 bytes whatever their width.
-_ALIGNED = 8
+from flashtile.distributed.calls import Call, aligned, calls_of, moved, parts_in, repeated
+from flashtile.distributed.intervals import Kept
+from flashtile.distributed.layouts import Layout, check, shard_length
+from flashtile.distributed.own import Own, own_of
+from flashtile.distributed.ring import Ring, Spans, count
 
 
 class Send(NamedTuple):
@@ -33,12 +34,17 @@ class Send(NamedTuple):
     Attributes:
         to: The rank that gets it.
         source: The rank whose keys they are: the sender, or the source of the step before.
-        keys: Rows, with all entries of the batch.
+        spans: Rows of the shard; of the step before it is all that the sender got.
     """
 
     to: int
     source: int
-    keys: int
+    spans: Spans
+
+    @property
+    def keys(self) -> int:
+        """Their number."""
+        return count(self.spans)
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Step:
     Attributes:
         number: s, from 0 to N - 1. Steps in which a rank has nothing to do are not in its plan.
         source: The rank whose keys are used, ``rank - number`` around the ring.
-        keys: Rows that travel of its shard, with all entries of the batch; in step 0 all rows.
+        spans: The rows of its shard that the rank gets; in step 0 all rows.
         calls: What is computed; none where the rank only sends, or gets sums.
         receive_from: The rank that the shard comes from: the one before, which used it in the last step, or its owner;
             None if there are no calls, and in step 0.
@@ -57,19 +63,24 @@ class Step:
         sums_to: The rank that gets them then: the shard's next user in the chain, or its owner; None if nobody does, in
             step 0 and without calls.
         sums_back: The rank whose dk and dv of this rank's own keys are at the end of their chain with this step.
-        first: The row of the shard with which its keys begin.
+        back: Which of its own keys these are.
     """
 
     number: int
     source: int
-    keys: int
+    spans: Spans
     calls: tuple[Call, ...]
     receive_from: int | None = None
     sends: tuple[Send, ...] = ()
     sums_from: int | None = None
     sums_to: int | None = None
     sums_back: int | None = None
-    first: int = 0
+    back: Spans = ()
+
+    @functools.cached_property
+    def keys(self) -> int:
+        """Rows of the shard that the rank gets."""
+        return count(self.spans)
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class Plan:
         rows: Its queries, with all entries of the batch.
         keys: Its own keys, likewise.
         steps: In the order of their numbers; the first is step 0, the rank's own keys.
-        travels: The first of its keys that others get, and the end of them.
+        own: Step 0 in parts.
     """
 
     world: int
@@ -90,7 +101,7 @@ class Plan:
     rows: int
     keys: int
     steps: tuple[Step, ...]
-    travels: tuple[int, int]
+    own: Own
 
     @property
     def pairs(self) -> int:
@@ -110,6 +121,8 @@ def make_plan(
     batch: int = 1,
     origins: bool = False,
     lag: int = 2,
+    whole: bool = False,
+    intervals: Kept | None = None,
 ) -> Plan:
     """The plan of one rank; kept, so that the same arguments give the same object.
 
@@ -124,6 +137,8 @@ def make_plan(
         origins: Whether calls say where their sequences lie. Positions in a sequence are then evenly spaced; without
             them pieces may be joined for which the mask means the same.
         lag: Steps that sums of gradients have to get from one step's rank to that of the next.
+        whole: Whether a rank that needs any keys of a shard has all of them, as where they are gathered.
+        intervals: What an interval mask keeps, with origins.
 
     Raises:
         InvalidInputError: Other numbers of documents for queries than for keys, or what ``layouts.check`` refuses.
@@ -134,111 +149,66 @@ def make_plan(
     check(lengths_k, world, rank, layout)
     if batch < 1 or lag < 1:
         raise InvalidInputError("batch" if batch < 1 else "lag", f"must be at least 1, got {min(batch, lag)}")
-    ring = _Ring(lengths_q, lengths_k, world, layout, band, batch)
-    rows = shard_length(sum(lengths_q), world, rank)
+    ring = Ring(lengths_q, lengths_k, world, layout, band, origins, whole, intervals)
+    rows, before = shard_length(sum(lengths_q), world, rank), ring.private(rank)[0]
     known: dict[tuple[Call, ...], tuple[Call, ...]] = {}  # equal calls of many steps are one object
     steps = []
     for number in range(world):
         source = (rank - number) % world
-        first, stop = ring.travels(source) if number else (0, ring.keys(source))
-        found = ring.rectangles(rank, source, origins) if number == 0 or ring.needs(rank, source) else []
-        found = [each._replace(key=each.key - first) for each in found] if first else found
-        calls = tuple(repeated(call, batch) for call in calls_of(found, rows, stop - first, origins))
+        spans = ring.seen(rank, source) if number else ((0, ring.keys(source)),)
+        found = ring.rectangles(rank, source)
+        if number:
+            found = aligned(moved(parts_in(found, spans) if intervals else found, spans), before[0])
+        calls = tuple(repeated(call, batch) for call in calls_of(found, rows, count(spans), origins))
         step = _step(ring, rank, number, lag, batch, known.setdefault(calls, calls))
         if number == 0 or calls or step.sends or step.sums_back is not None:
             steps.append(step)
-    first, stop = ring.travels(rank)
-    return Plan(world, rank, rows * batch, ring.keys(rank) * batch, tuple(steps), (first, stop * batch))
+    own = own_of(ring, rank, batch, steps)
+    return Plan(world, rank, rows * batch, ring.keys(rank) * batch, tuple(steps), own)
 
 
-class _Ring:
-    """Who holds what, and who needs whose keys."""
-
-    def __init__(
-        self, lengths_q: Sequence[int], lengths_k: Sequence[int], world: int, layout: Layout, band: Band, batch: int
-    ) -> None:
-        self.world, self.band, self._lengths_q = world, band, lengths_q
-        # Of several entries the same rows do not lie together.
-        self._is_cut = layout == "contiguous" and batch == 1
-        self.shifts = [k - q for q, k in zip(lengths_q, lengths_k, strict=True)]
-        self._rows = self._columns = functools.cache(functools.partial(_by_document, lengths_q, world, layout))
-        if lengths_k != lengths_q:
-            self._columns = functools.cache(functools.partial(_by_document, lengths_k, world, layout))
-        self.needs, self.travels = functools.cache(self._needs), functools.cache(self._travels)
-        self.keys = functools.cache(functools.partial(shard_length, sum(lengths_k), world))
-
-    def _shared(self, rank: int, source: int) -> Iterable[tuple[int, list[Piece], list[Piece]]]:
-        """Of each document that both ranks have, its number, the rank's rows and the source's keys."""
-        rows, keys = self._rows(rank), self._columns(source)
-        return ((document, rows[document], keys[document]) for document in rows if document in keys)
-
-    def _needs(self, rank: int, source: int) -> bool:
-        """Whether a rank keeps any pair with a rank's keys."""
-        return any(
-            kept(q, k, self.band, self.shifts[document])
-            for document, rows, keys in self._shared(rank, source)
-            for q in rows
-            for k in keys
-        )
-
-    def _travels(self, source: int) -> tuple[int, int]:
-        """The first of a rank's keys that others get, and the end of them."""
-        if not self._is_cut:
-            return 0, self.keys(source)
-        ends: list[int] = []
-        for document, keys in self._columns(source).items():
-            mine, stop = self._rows(source).get(document, [Piece(document, 0, 1, 0, 0)])[0], self._lengths_q[document]
-            after = mine.start + mine.length
-            # What all other ranks have.
-            for q in (Piece(document, 0, 1, mine.start, 0), Piece(document, after, 1, stop - after, 0)):
-                for each in rectangles([q], keys, self.band, self.shifts[document], True) if q.length else []:
-                    ends += each.key, each.key + each.keys
-        return (min(ends) // _ALIGNED * _ALIGNED, max(ends)) if ends else (0, 0)
-
-    def at(self, source: int, number: int) -> int | None:
-        """The rank whose step of that number uses the source's keys, if there is such a step and it needs them."""
-        rank = (source + number) % self.world
-        return rank if 0 < number < self.world and self.needs(rank, source) else None
-
-    def rectangles(self, rank: int, source: int, even: bool) -> list[Rectangle]:
-        """What a rank computes over a rank's keys, in the order of documents."""
-        return [
-            rectangle
-            for document, rows, keys in self._shared(rank, source)
-            for rectangle in rectangles(rows, keys, self.band, self.shifts[document], even)
-        ]
+def _of_batch(spans: Spans, rows: int, batch: int) -> Spans:
+    """Spans of one entry in all entries."""
+    if batch == 1 or not spans:
+        return spans
+    if spans == ((0, rows),):
+        return ((0, rows * batch),)
+    return tuple((entry * rows + start, entry * rows + stop) for entry in range(batch) for start, stop in spans)
 
 
-def _step(ring: _Ring, rank: int, number: int, lag: int, batch: int, calls: tuple[Call, ...]) -> Step:
+def _step(ring: Ring, rank: int, number: int, lag: int, batch: int, calls: tuple[Call, ...]) -> Step:
     """A step with what travels for it."""
     source, before = ((rank - number + back) % ring.world for back in (0, 1))
     if number == 0:
-        return Step(number, source, ring.keys(source) * batch, calls)
-    first, stop = ring.travels(source)
-    rows = {shard: (ring.travels(shard)[1] - ring.travels(shard)[0]) * batch for shard in (before, rank)}
-    # The shard of the step before goes on to the next rank; the rank's own to one that the rank before does not serve.
-    sends = (before, ring.at(before, number - 1) is not None), (rank, ring.at(rank, number - 1) is None)
-    used = ring.at(source, number) is not None
-    last, following = ring.at(source, number - 1), ring.at(source, number + lag)
-    return Step(
+        return Step(number, source, ((0, ring.keys(source) * batch),), calls)
+
+    def spans(user: int, shard: int) -> Spans:
+        return _of_batch(ring.seen(user, shard), ring.keys(shard), batch)
+
+    # The shard of the step before goes on to the next rank that sees the same of it; the own one to those that see
+    # other keys than the rank before them, or come after one that sees none.
+    after, first = ring.at(before, number), ring.at(rank, number)
+    sends = []
+    if after is not None and ring.alike(before, number - 1, after) is not None:
+        sends.append(Send(after, before, spans(after, before)))
+    if first is not None and ring.alike(rank, number - 1, first) is None:
+        sends.append(Send(first, rank, spans(first, rank)))
+    comes = first is not None and ring.alike(rank, number + lag, first) is None
+    found = Step(
         number,
         source,
-        (stop - first) * batch,
+        spans(rank, source),
         calls,
-        receive_from=(source if last is None else last) if used else None,
-        sends=tuple(
-            Send(to, shard, rows[shard]) for shard, mine in sends if mine and (to := ring.at(shard, number)) is not None
-        ),
-        sums_from=ring.at(source, number - lag) if used else None,
-        sums_to=(source if following is None else following) if used else None,
-        sums_back=ring.at(rank, number) if ring.at(rank, number + lag) is None else None,
-        first=first,
+        sends=tuple(sends),
+        sums_back=first if comes else None,
+        back=spans(first, rank) if comes and first is not None else (),
     )
-
-
-def _by_document(lengths: Sequence[int], world: int, layout: Layout, rank: int) -> dict[int, list[Piece]]:
-    """The pieces that a rank has of each document, in order."""
-    found: dict[int, list[Piece]] = {}
-    for piece in pieces(lengths, world, rank, layout):
-        found.setdefault(piece.document, []).append(piece)
-    return found
+    if ring.at(source, number) is None:
+        return found
+    last, earlier, following = (ring.alike(source, number + i, rank) for i in (-1, -lag, lag))
+    return replace(
+        found,
+        receive_from=source if last is None else last,
+        sums_from=earlier,
+        sums_to=source if following is None else following,
+    )

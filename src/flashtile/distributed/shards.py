@@ -2,19 +2,58 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile.call.arguments import check_tensor, integer
-from flashtile.call.axes import lengths_between
-from flashtile.core.errors import InvalidInputError, shown
-from flashtile.distributed.exchange import Ranks, gather, ranks_of
-from flashtile.distributed.layouts import LAYOUTS, Layout, ranges
+from flashtile.api.keywords import intervals_of
+from flashtile.call.arguments import band_of, check_tensor, integer
+from flashtile.core.errors import InvalidInputError
+from flashtile.distributed.dealing import Mask, deal_rows
+from flashtile.distributed.exchange import Ranks, add_up, gather, ranks_of
+from flashtile.distributed.layouts import Layout, check_layout, ranges
 from flashtile.distributed.layouts import positions as ranges_of_positions
+from flashtile.distributed.values import document_lengths, intervals
+from flashtile.masks import Intervals
+
+
+def deal(
+    mesh: DeviceMesh,
+    *,
+    seqlen: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] | None = None,
+    block_mask: Intervals | None = None,
+) -> Layout:
+    """The layout of sequences that attend to themselves under a mask: ranks keep as many pairs, and little travels.
+
+    Every rank has as many rows as under each layout, and at most 1.05 times the pairs of the mean where some layout has
+    that; of such layouts it is one with which few keys travel. Documents that fit a rank stay on one as far as that is
+    even. The same arguments give the same layout on all ranks.
+
+    Args:
+        mesh: As in ``attention``.
+        seqlen: Length of the whole sequence; or
+        cu_seqlens: bounds of packed documents.
+        causal: As in ``attention``.
+        window_size: As in ``attention``.
+        block_mask: As in ``attention``; its values are read on the host.
+
+    Returns:
+        What ``shard``, ``unshard``, ``positions`` and ``attention`` take as ``layout``: a name, or what is only for
+        these lengths and this number of ranks.
+
+    Raises:
+        InvalidInputError: Naming the argument that does not fit.
+    """
+    lengths = _whole(seqlen, cu_seqlens)
+    row_keys, key_rows, _ = (None, None, False) if block_mask is None else intervals_of(block_mask)
+    mask = Mask(band_of(causal, window_size), intervals(row_keys, key_rows, lengths, lengths))
+    return deal_rows(lengths, ranks_of(mesh).ring.size, mask)
 
 
 def shard(
@@ -30,7 +69,8 @@ def shard(
     Of a sequence of N ranks' rows, "contiguous" gives rank r the r-th of N parts, "striped" every N-th row from r on,
     and "zigzag" the parts r and 2N - 1 - r of 2N, which is equal work under a causal mask. Shards differ by at most one
     row; they may be empty. With cu_seqlens "zigzag" does it for each document, and the others for
-    all their rows as one sequence. Ranks of a dimension "ulysses" share in order what a rank of "ring" would have.
+    all their rows as one sequence. ``deal`` makes layouts for a mask. Ranks of a dimension "ulysses" share in order
+    what a rank of "ring" would have.
 
     Args:
         x: Any tensor.
@@ -61,9 +101,11 @@ def unshard(
     *,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """The whole tensor on every rank, from the shards that ``shard`` gives them; the inverse, without a gradient.
+    """The whole tensor on every rank, from the shards that ``shard`` gives them; its inverse.
 
-    It waits for the ranks, and for the GPU: the shards may have unequal lengths.
+    It waits for the ranks, and for the GPU: the shards may have unequal lengths. The gradient of a shard is the sum of
+    what all ranks have for its rows, so all of them run the backward; of a loss that every rank computes from the whole
+    each counts once.
 
     Args:
         x: This rank's rows.
@@ -77,22 +119,41 @@ def unshard(
     """
     dim, length = _rows(x, dim)
     ranks, what = ranks_of(mesh), "the gathering of shards"
-    with torch.no_grad():
-        counts = everyone(ranks, what, torch.tensor([[length]], device=x.device), 1).flatten().tolist()
-        lengths = _lengths(cu_seqlens, sum(counts))
-        shards = [ranges(lengths, *_place(ranks, i, layout)) for i in range(len(counts))]
-        for member, have, found in zip(ranks.members, counts, shards, strict=True):
-            if have != sum(map(len, found)):
-                must = f"must have {sum(map(len, found))} of {sum(lengths)}"
-                raise InvalidInputError("x", f"has {have} rows on rank {member}, {must} under layout {layout!r}")
-        rows = everyone(ranks, what, x.movedim(dim, 0).contiguous(), max(counts))
-        whole = rows.new_empty((sum(lengths), *rows.shape[2:]))
+    counts = everyone(ranks, what, torch.tensor([[length]], device=x.device), 1).flatten().tolist()
+    lengths = _lengths(cu_seqlens, sum(counts))
+    shards = [ranges(lengths, *_place(ranks, i, layout)) for i in range(len(counts))]
+    for member, have, found in zip(ranks.members, counts, shards, strict=True):
+        if have != sum(map(len, found)):
+            must = f"must have {sum(map(len, found))} of {sum(lengths)}"
+            raise InvalidInputError("x", f"has {have} rows on rank {member}, {must} under layout {layout!r}")
+    whole: Tensor = _Unshard.apply(x, dim, ranks, shards)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Unshard(torch.autograd.Function):
+    """All ranks' rows, put where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, ranks: Ranks, shards: list[tuple[range, ...]]) -> Tensor:
+        ctx.dim, ctx.ranks, ctx.mine = dim, ranks, shards[ranks.rank]
+        counts = [sum(map(len, found)) for found in shards]
+        rows = everyone(ranks, "the gathering of shards", x.movedim(dim, 0).contiguous(), max(counts))
+        whole = rows.new_empty((sum(counts), *rows.shape[2:]))
         for part, found in zip(rows, shards, strict=True):
             at = 0
             for each in found:
                 whole[each.start : each.stop : each.step] = part[at : at + len(each)]
                 at += len(each)
-    return whole.movedim(0, dim).contiguous()
+        return whole.movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor | None, ...]:
+        # Of many ranks 16 bits would be rounded as often.
+        wide = torch.promote_types(dwhole.dtype, torch.float32)
+        total = add_up(ctx.ranks, "the sum of gradients of shards", dwhole.to(wide, copy=True).contiguous())
+        parts = [_part(total, ctx.dim, each) for each in ctx.mine]
+        dx = torch.cat(parts, ctx.dim) if parts else total.narrow(ctx.dim, 0, 0)
+        return dx.to(dwhole.dtype), None, None, None
 
 
 def positions(
@@ -118,12 +179,17 @@ def positions(
     Raises:
         InvalidInputError: Naming the argument that does not fit.
     """
-    if (seqlen is None) == (cu_seqlens is None):
-        raise InvalidInputError("seqlen", "and cu_seqlens: one of the two must be given")
-    ranks, lengths = ranks_of(mesh), _lengths(cu_seqlens, None if seqlen is None else integer("seqlen", seqlen, 0))
+    ranks, lengths = ranks_of(mesh), _whole(seqlen, cu_seqlens)
     found = ranges_of_positions(lengths, *_place(ranks, ranks.rank, layout))
     rows = [torch.arange(each.start, each.stop, each.step, device=device) for each in found]
     return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def _whole(seqlen: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> tuple[int, ...]:
+    """Lengths of the documents, of which there is one with seqlen."""
+    if (seqlen is None) == (cu_seqlens is None):
+        raise InvalidInputError("seqlen", "and cu_seqlens: one of the two must be given")
+    return _lengths(cu_seqlens, None if seqlen is None else integer("seqlen", seqlen, 0))
 
 
 def _rows(x: Tensor, dim: int) -> tuple[int, int]:
@@ -144,42 +210,9 @@ def _lengths(cu_seqlens: Tensor | Sequence[int] | None, rows: int | None) -> tup
     return lengths
 
 
-# Values of tensors on a GPU, by identity: what was read, and how often the tensor had been written to.
-_read: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
-
-
-def document_lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """The lengths between the values of cu_seqlens; a tensor on a GPU is waited for once, and again once written to.
-
-    Raises:
-        InvalidInputError: They are no integers in one dimension that begin with 0 and never fall.
-    """
-    if not isinstance(cu_seqlens, Tensor):
-        found = tuple(integer(name, x, 0) for x in cu_seqlens)
-    elif cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
-        has = f"is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
-        raise InvalidInputError(name, f"{has}, must be int32 of shape (documents + 1,)")
-    elif cu_seqlens.device.type == "cpu":
-        found = tuple(cu_seqlens.tolist())
-    else:
-        found = _values(cu_seqlens)
-    if not found:
-        raise InvalidInputError(name, "is empty, must have shape (documents + 1,)")
-    return tuple(lengths_between(name, list(found), found[-1], "x"))
-
-
-def _values(x: Tensor) -> tuple[int, ...]:
-    version, place = 0 if x.is_inference() else x._version, id(x)
-    known = _read.get(place)
-    if known is None or known[0]() is not x or known[1] != version:
-        known = _read[place] = weakref.ref(x, lambda _: _read.pop(place, None)), version, tuple(x.tolist())
-    return known[2]
-
-
 def _place(ranks: Ranks, shard: int, layout: Layout) -> tuple[int, int, Layout, int, int]:
     """Where a shard is, as ``layouts.ranges`` takes it: ranks of the ring, one of them, and which part of its rows."""
-    if layout not in LAYOUTS:
-        raise InvalidInputError("layout", f"is {shown(layout)}, must be one of {', '.join(LAYOUTS)}")
+    check_layout(layout)
     parts = ranks.ulysses.size
     return ranks.ring.size, shard // parts, layout, shard % parts, parts
 

@@ -4,54 +4,30 @@ Tensors are packed here: all of a rank's rows, ``(rows, heads, head_dim)``, entr
 s runs step s of the plan while the keys of step s + 1 arrive, and while the float32 dk and dv that step s - 1 added to
 leave for their next rank or their owner. What a stage sends and receives is posted at once, in the same order on all
 ranks, and before its kernels.
+
+What no other rank takes part in, see ``plan.Own``, is computed while the first keys arrive, and written where it
+belongs in the dtype of the results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile.call.arguments import Options, Tensors
 from flashtile.call.backend import Chain, Gradients
-from flashtile.core.states import Partial
-from flashtile.distributed.calls import in_two
+from flashtile.distributed.calls import Call, in_two, of_first_rows
 from flashtile.distributed.copies import Copies
 from flashtile.distributed.exchange import Line, Messages, Parcel, gather, scatter_sums
-from flashtile.distributed.launches import CallPlan, Keys, OfRows, Part
-from flashtile.distributed.plan import Call, Plan, Step
-
-# The gradients of keys and values of a shard, None where one is not wanted.
-Sums = tuple[Tensor | None, Tensor | None]
-
-
-class _Stage(NamedTuple):
-    """A step with its launches, and the steps before and after it: what of theirs is posted before the launches.
-
-    Attributes:
-        here: The step; after the last one it may be none.
-        before: Its sums leave now, or come back.
-        following: Its keys and sums arrive.
-        launches: The step's calls.
-    """
-
-    here: Step
-    before: Step
-    following: Step
-    launches: list[CallPlan]
-
-
-def _stages(plan: Plan, launch_of: Callable[[Step, Call], CallPlan]) -> list[_Stage]:
-    """The stages of a plan, in order; the first is that of step 0."""
-    steps = {step.number: step for step in plan.steps}
-    after = {step.number + 1 for step in plan.steps if step.sums_to is not None or step.sums_back is not None}
-    found = []
-    for number in sorted({*steps, *(number - 1 for number in steps if number), *after}):
-        here, before, following = (steps.get(number + i, Step(number + i, 0, 0, ())) for i in (0, -1, 1))
-        found.append(_Stage(here, before, following, [launch_of(here, call) for call in here.calls]))
-    return found
+from flashtile.distributed.launches import CallPlan, Keys, OfRows, Part, some_of, wide
+from flashtile.distributed.own import Share
+from flashtile.distributed.plan import Plan, Step
+from flashtile.distributed.ring import Spans
+from flashtile.distributed.stages import Running, Stage, stages_of
+from flashtile.distributed.sums import NO_SUMS, Sums, add, parcels, rounded
 
 
 class Steps:
@@ -66,7 +42,7 @@ class Steps:
         messages: What sends and receives.
         most_keys: If all keys are gathered at once and sums scattered, rows of the largest shard; None if they travel.
         share: Of the backward over a rank's own keys, what is done first.
-        rounds: Whether gradients of keys may be in their dtype.
+        rounds: Whether gradients of keys are wanted in their dtype, or in that of lse.
     """
 
     def __init__(
@@ -82,137 +58,255 @@ class Steps:
         rounds: bool = False,
     ) -> None:
         self._line, self._rank, self._grads, self._messages = line, plan.rank, options.grads, messages
-        self._travels = slice(*plan.travels)
+        self._own = own = plan.own
+        self._rounds = rounds
         # Shards in a gathered tensor start on 16 bytes, whatever their width.
         self._most_keys = None if most_keys is None else -(-most_keys // 8) * 8
-        last = next((step for step in reversed(plan.steps) if step.calls), None)
+        # Of each step in which sums come home, which keys they are.
+        self._comes = [step.back for step in plan.steps if step.sums_back is not None]
         made: dict[Any, CallPlan] = {}
 
-        def launch_of(step: Step, call: Call) -> CallPlan:
-            is_last = step is last and call is step.calls[-1]
-            key = call, is_last, step.number == 0
-            if key not in made:
-                made[key] = CallPlan(call, options, part, device, is_last)
-            return made[key]
+        def launches(calls: Iterable[Call], ends: bool = False, rows: int | None = None) -> list[CallPlan]:
+            """The launches of calls; of those that end rows, the last one's results are final."""
+            calls = [call if rows is None else of_first_rows(call, rows) for call in calls]
+            found = []
+            for call in calls:
+                key = call, ends and call is calls[-1]
+                if key not in made:
+                    made[key] = CallPlan(call, options, part, device, key[1])
+                found.append(made[key])
+            return found
 
-        self._stages = _stages(plan, launch_of)
-        self._forward_stages = [x for x in self._stages if x.launches or x.following.sends or x.following.keys]
+        def unshared(calls: Iterable[Call]) -> list[CallPlan]:
+            """Launches of a backward whose dk and dv nothing is added to."""
+            found = [CallPlan(call, options, part, device, True) for call in calls]
+            for launch in found:
+                launch.rounds = rounds
+            return found
+
+        late, common = own.late.rows[1], own.common.rows[1]
+        last = next((step for step in reversed(plan.steps) if step.calls), None)
+        self._rest = launches(own.rest.calls, True)
+        self._private = unshared(() if own.private is None else own.private.calls)
+        self._joins = most_keys is None
+        joined = own.joined if self._joins else None
+
+        def forwards(step: Step) -> list[CallPlan]:
+            if joined is not None:
+                return launches(joined.calls, True) if step.number and step.calls else []
+            if step.number:
+                return launches(step.calls, step is last, late)
+            return launches(own.late.calls, last is None or not last.number)
+
+        self._forward_stages = stages_of(plan, forwards)
+        self._stages = stages_of(plan, lambda step: launches(step.calls, False, common) if step.number else [])
+        self._whole_calls = launches(own.whole.calls) if own.whole and len(self._comes) <= 1 and self._joins else []
+        first, *others = self._forward_stages
+        self._forward_stages = [first, *(x for x in others if x.launches or x.following.sends or x.following.keys)]
         # In the backward some of step 0 comes first, while keys leave, and the other part last, while sums return.
-        own = plan.steps[0].calls
-        ends = in_two(own, share) if line.size > 1 else (own, ())
-        self._first, self._final = ([CallPlan(call, options, part, device, False) for call in half] for half in ends)
+        calls, self._later = own.common.calls, [launch for stage in self._stages for launch in stage.launches]
+        ends = in_two(calls, share) if self._comes else (calls, ())
+        self._first, self._final = (launches(half) for half in ends)
         # Or half of its heads; sums that came home before the other half would be written over.
-        comes = sum(step.sums_back is not None for step in plan.steps)
         self._whole: CallPlan | None = None
-        if len(own) == 1 and line.size > 1 and comes <= 1:
-            self._whole = CallPlan(own[0], options, part, device, False)
-            self._whole.rounds = rounds and not comes
+        if len(calls) == 1 and len(self._comes) == 1:
+            self._whole = CallPlan(calls[0], options, part, device, False)
+        # Or what is over keys that no other rank sees, and then the rest.
+        self._inside = [unshared(each.calls) for each in own.inside]
+        self._asked = launches(own.asked.calls)
         # Whether the backward's calls make a chain; known from the first one on.
         self._chains: bool | None = None
-        self._heads = 0
+        self._heads, self._by_keys = 0, False
 
-    def forward(self, t: Tensors, state: Partial | None) -> Partial | None:
-        """Attention of the rank's rows over all keys, merged into a state; in q's dtype if there was any call."""
-        if self._most_keys is not None:
-            return self._forward_gathered(t, state)
+    def forward(self, t: Tensors, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Attention of the rank's rows over all keys: out in q's dtype, and lse."""
+        own = self._own
+        shares = [each for each in (own.late, own.rest) if each.rows[0] < each.rows[1]]
+        into = t.q.new_empty((*t.q.shape[:2], t.v.shape[2])) if len(shares) > 1 else None
+        parts = [(each, Running(t, each, sinks, into)) for each in shares or [own.late]]
+        for stage, keys in self._coming(t):
+            for share, running in parts:
+                if share is own.late:
+                    running.add(stage.launches, keys if stage.here.number else None)
+                elif stage.here.number == 0:
+                    running.add(self._rest)
+        found = [running.result() for _, running in parts]
+        return found[0] if into is None else (into, torch.cat([lse for _, lse in found], 1))
+
+    def _coming(self, t: Tensors) -> Iterator[tuple[Stage, Keys]]:
+        """The forward's stages with their keys, while those of the next one arrive."""
         held = t.k, t.v
-        leaving = t.k[self._travels], t.v[self._travels]
+        if self._most_keys is not None:
+            everyone, pending = gather(self._line, "the gathering of keys", held, self._most_keys)
+            for stage in self._forward_stages:
+                yield stage, held if stage.here.number == 0 else _shard(everyone, stage.here)
+                pending.wait()
+            return
         for stage in self._forward_stages:
-            sends, receives, arriving = self._keys(stage, leaving, held)
+            sends, receives, arriving = self._keys(stage, t, held, self._own.joined)
             pending = self._messages.post(stage.here.number, sends, receives)
-            for launch in stage.launches:
-                state = launch.forward(t, held, state)
+            yield stage, held
             pending.wait()
             held = arriving
-        return state
 
-    def _forward_gathered(self, t: Tensors, state: Partial | None) -> Partial | None:
-        own = t.k, t.v
-        everyone, pending = gather(self._line, "the gathering of keys", own, self._most_keys or 0)
-        for stage in self._stages:
-            keys = own if stage.here.number == 0 else _shard(everyone, stage.here)
-            for launch in stage.launches:
-                state = launch.forward(t, keys, state)
-            pending.wait()
-        return state
+    def backward(self, t: Tensors, rows: OfRows) -> Gradients:
+        """The gradients that are wanted, that of q in its dtype; those of k and v also, or in that of lse."""
+        common, private = self._own.common, self._own.private
+        beside: list[Gradients] = []
 
-    def backward(self, t: Tensors, rows: OfRows) -> tuple[Gradients, Sums]:
-        """The gradients of q, k and v that are wanted, in lse's dtype; to those of k and v the pair must be added.
+        def run_private() -> None:
+            if private is not None:
+                some = some_of(t, private.rows, private.keys)
+                beside.append(self._private[0].backward(some, (some.k, some.v), rows.of(private.rows), None))
 
-        That of q is in its own dtype if the calls make a chain.
-        """
-        if self._most_keys is not None:
-            return self._backward_gathered(t, rows)
+        if private is not None and self._most_keys is None and len(self._stages) == 1 and common.is_empty:
+            run_private()
+            return beside[0]
+        some, of_some = some_of(t, common.rows, common.keys), rows.of(common.rows)
+        if self._most_keys is None:
+            found = self._backward(some, of_some, run_private)
+        else:
+            found = self._backward_gathered(some, of_some, run_private, (t.k, t.v))
+        if not beside:
+            return found
+        last = beside[0]
+        pairs = (found.dq, last.dq), (found.dk, last.dk), (found.dv, last.dv)
+        dq, dk, dv = (None if a is None or b is None else torch.cat([a, b]) for a, b in pairs)
+        return Gradients(dq, dk, dv)
+
+    def _backward(self, t: Tensors, rows: OfRows, beside: Callable[[], None]) -> Gradients:
+        chain = None if self._whole_calls else self._chain(t)
+        joined = self._own.whole if self._whole_calls else None
         held = t.k, t.v
-        leaving = t.k[self._travels], t.v[self._travels]
-        total, chain = Gradients(), self._chain(t)
-        sums = left = back = _NO_SUMS
+        inside = NO_SUMS
+        total, asked = Gradients(), self._own.asked
+        sums = left = back = NO_SUMS
+        spans: Spans = ()
         for stage in self._stages:
-            sends, receives, arriving = self._keys(stage, leaving, held)
-            coming = _NO_SUMS
+            sends, receives, arriving = self._keys(stage, t, held, joined)
+            coming = NO_SUMS
             here, before, following = stage.here, stage.before, stage.following
             if before.sums_to is not None:
-                sends += _parcels(left, before.sums_to, "back" if before.sums_to == before.source else "sums")
+                sends += parcels(left, before.sums_to, "back" if before.sums_to == before.source else "sums")
             if following.sums_from is not None:
-                coming = self._room_for_sums("sums", here.number, arriving, rows)
-                receives += _parcels(coming, following.sums_from, "sums")
+                coming = self._room_for_sums("sums", here.number, following.keys, t)
+                receives += parcels(coming, following.sums_from, "sums")
             if before.sums_back is not None:
-                _add(total, back, self._travels)
-                back = self._room_for_sums("back", here.number, leaving, rows)
-                receives += _parcels(back, before.sums_back, "back")
+                add(total, back, spans)
+                spans = before.back
+                if self._by_keys:
+                    spans = tuple((start - asked.keys[0], stop - asked.keys[0]) for start, stop in spans)
+                back = self._room_for_sums("back", here.number, sum(b - a for a, b in spans), t)
+                receives += parcels(back, before.sums_back, "back")
             pending = self._messages.post(here.number, sends, receives)
-            if stage is self._stages[0]:
-                total = self._own(self._first, t, rows, None, chain, 0)
+            if joined is not None:
+                if stage.launches:
+                    total, left = self._over_whole(t, held, rows, here.keys)
+            elif stage is self._stages[0]:
+                beside()
+                total, inside = self._begin(t, rows, chain)
             elif stage.launches:
                 given: Gradients | None = None
-                if sums is not _NO_SUMS or chain is None:
-                    given = Gradients(total.dq, *(self._zero_sums(held, rows) if sums is _NO_SUMS else sums))
+                if sums is not NO_SUMS or chain is None:
+                    given = Gradients(total.dq, *(self._zero_sums(held, t) if sums is NO_SUMS else sums))
                 for launch in stage.launches:
                     given = launch.backward(t, held, rows, given, chain)
                 assert given is not None
-                total.dq, left = given.dq, (given.dk, given.dv)
+                total.dq, left = given.dq if total.dq is None else total.dq, (given.dk, given.dv)
             if stage is self._stages[-1]:
-                total = self._own(self._final, t, rows, total, chain, 1)
+                if joined is not None:
+                    beside()
+                else:
+                    total = self._end(t, rows, total, chain)
             pending.wait()
             held, sums = arriving, coming
-        if leaving[0].shape != t.k.shape:
-            _add(total, back, self._travels)
-            back = _NO_SUMS
-        return total, back
+        first = self._own.asked.keys[0] if self._by_keys else 0
+        return rounded(total, back, spans, inside, first, t.q.dtype, t.k.dtype if self._rounds else wide(t))
 
     def _chain(self, t: Tensors) -> Chain | None:
-        """What the calls of a backward share, if all of them can."""
-        later = [launch for stage in self._stages[1:] for launch in stage.launches]
+        """What the calls of a backward share, if all of them can; which of them there are is known from then on."""
         if self._chains is None:
-            can, half = all(launch.may_chain(t) for launch in later), t.k.shape[1] // 2
-            if can and self._whole and half * t.k.shape[0] >= _ENOUGH_KEYS and self._whole.may_chain(t):
+            can, half = all(launch.may_chain(t) for launch in self._later), t.k.shape[1] // 2
+            by_keys = [launch for launches in self._inside for launch in launches]
+            if all(len(launches) == 1 for launches in self._inside) and self._inside:
+                self._by_keys = can and all(launch.may_chain(t) for launch in (*by_keys, *self._asked))
+            if self._by_keys:
+                self._first, self._final = by_keys, self._asked
+            elif can and self._whole and half * t.k.shape[0] >= _ENOUGH_KEYS and self._whole.may_chain(t):
                 self._first, self._final, self._heads = [self._whole], [self._whole], half
             calls = [*self._first, *self._final]
-            self._chains = can and len(calls) + len(later) > 1 and all(launch.may_chain(t) for launch in calls)
-        return Chain(len(self._first) + len(self._final) + len(later)) if self._chains else None
+            self._chains = can and len(calls) + len(self._later) > 1 and all(launch.may_chain(t) for launch in calls)
+            self._by_keys = self._by_keys and self._chains
+        return Chain(len(self._first) + len(self._final) + len(self._later)) if self._chains else None
 
-    def _backward_gathered(self, t: Tensors, rows: OfRows) -> tuple[Gradients, Sums]:
-        own, most = (t.k, t.v), self._most_keys or 0
+    def _over_whole(self, t: Tensors, keys: Keys, rows: OfRows, others: int) -> tuple[Gradients, Sums]:
+        """The sums of the call over so many keys of another rank and the own ones, and those of the other rank's."""
+        (launch,) = self._whole_calls
+        found = launch.backward(t, keys, rows, None if rows.wholes is None else self._zeros(t, rows, keys))
+        left = tuple(None if x is None else x[:others] for x in (found.dk, found.dv))
+        mine = (None if x is None else x[others:] for x in (found.dk, found.dv))
+        return Gradients(found.dq, *mine), left  # type: ignore[arg-type,return-value]
+
+    def _begin(self, t: Tensors, rows: OfRows, chain: Chain | None) -> tuple[Gradients, Sums]:
+        """Sums of the first calls over the rank's own keys; and gradients of its keys, where those are final."""
+        if not self._by_keys:
+            return self._over_own(self._first, t, rows, None, chain, 0), NO_SUMS
+        dtype, total = t.k.dtype if self._rounds else wide(t), Gradients()
+        dk, dv = (
+            torch.empty_like(x, dtype=dtype) if wanted else None
+            for x, wanted in zip((t.k, t.v), self._grads[1:3], strict=True)
+        )
+        for launch, share in zip(self._first, self._own.inside, strict=True):
+            some = slice(*share.keys)
+            into = Gradients(None, None if dk is None else dk[some], None if dv is None else dv[some])
+            found = launch.backward(t, (t.k[some], t.v[some]), rows, into, chain, (0, t.k.shape[1]))
+            total.dq = found.dq if total.dq is None else total.dq
+        if len(self._comes) > 1:
+            some = slice(*self._own.asked.keys)
+            total.dk, total.dv = self._zero_sums((t.k[some], t.v[some]), t)
+        return total, (dk, dv)
+
+    def _end(self, t: Tensors, rows: OfRows, total: Gradients, chain: Chain | None) -> Gradients:
+        """The sums with those of the last calls over the rank's own keys."""
+        if not self._by_keys:
+            return self._over_own(self._final, t, rows, total, chain, 1)
+        some = slice(*self._own.asked.keys)
+        keys = t.k[some], t.v[some]
+        given = None if total.dk is None and total.dv is None else total
+        for launch in self._final:
+            given = launch.backward(t, keys, rows, given, chain)
+        if given is None:
+            given = Gradients(None, *self._zero_sums(keys, t))
+        given.dq = total.dq if given.dq is None else given.dq
+        return given
+
+    def _backward_gathered(self, t: Tensors, rows: OfRows, beside: Callable[[], None], own: Keys) -> Gradients:
+        most = self._most_keys or 0
         everyone, pending = gather(self._line, "the gathering of keys", own, most)
-        total = self._own(self._first, t, rows, None, None)
+        beside()
+        total = self._over_own(self._first, t, rows, None, None)
         pending.wait()
-        sums = self._zero_sums(everyone, rows)
+        sums = self._zero_sums(everyone, t)
         for stage in self._stages[1:]:
             step = stage.here
-            dk, dv = (None if x is None else x[step.source, step.first : step.first + step.keys] for x in sums)
+            dk, dv = (None if x is None else x[step.source, : step.keys] for x in sums)
             for launch in stage.launches:
                 launch.backward(t, _shard(everyone, step), rows, Gradients(total.dq, dk, dv))
         back, pending = scatter_sums(self._line, "the sum of gradients", [x for x in sums if x is not None])
-        total = self._own(self._final, t, rows, total, None)
+        total = self._over_own(self._final, t, rows, total, None)
         pending.wait()
-        found = iter(x[: t.k.shape[0]] for x in back)
-        return total, (None if sums[0] is None else next(found), None if sums[1] is None else next(found))
+        found, some = iter(back), t.k.shape[0]
+        more = [None if x is None else next(found)[:some] for x in sums]
+        dtype = t.k.dtype if self._rounds else wide(t)
+        return rounded(total, (more[0], more[1]), ((0, some),), NO_SUMS, 0, t.q.dtype, dtype)
 
-    def _own(
+    def _over_own(
         self, launches: Sequence[CallPlan], t: Tensors, rows: OfRows, total: Gradients | None, chain: Chain | None,
         half: int = 0,
     ) -> Gradients:  # fmt: skip
         """The sums with the gradients of some calls over the rank's own keys added; zeros if there is nothing."""
+        if total is None and rows.wholes is not None:  # added to: what rows have other keys is then expected
+            total = self._zeros(t, rows)
         for launch in launches:
             heads = None
             if self._heads:
@@ -220,55 +314,70 @@ class Steps:
             total = launch.backward(t, (t.k, t.v), rows, total, chain, heads)
         if total is not None:
             return total
-        dq = rows.out.new_zeros(t.q.shape, dtype=rows.lse.dtype) if self._grads.q and chain is None else None
-        return Gradients(dq, *self._zero_sums((t.k, t.v), rows))
+        return Gradients(None, *self._zero_sums((t.k, t.v), t)) if chain else self._zeros(t, rows)
 
-    def _zero_sums(self, keys: Keys, rows: OfRows) -> Sums:
+    def _zeros(self, t: Tensors, rows: OfRows, keys: Keys | None = None) -> Gradients:
+        """Of q and of some keys, by default the own ones."""
+        dq = rows.out.new_zeros(t.q.shape, dtype=wide(t)) if self._grads.q else None
+        return Gradients(dq, *self._zero_sums(keys or (t.k, t.v), t))
+
+    def _zero_sums(self, keys: Keys, t: Tensors) -> Sums:
         """Zeros for the gradients of keys that are wanted."""
         dk, dv = (
-            torch.zeros_like(x, dtype=rows.lse.dtype) if is_wanted else None
+            torch.zeros_like(x, dtype=wide(t)) if is_wanted else None
             for x, is_wanted in zip(keys, self._grads[1:3], strict=True)
         )
         return dk, dv
 
-    def _room_for_sums(self, kind: str, number: int, keys: Keys, rows: OfRows) -> Sums:
-        """Tensors to receive the gradients of keys that are wanted."""
+    def _room_for_sums(self, kind: str, number: int, keys: int, t: Tensors) -> Sums:
+        """Tensors to receive the gradients of so many keys, those that are wanted."""
         dk, dv = (
-            self._messages.room(kind, number, part, x.shape, x, rows.lse.dtype) if is_wanted else None
-            for part, (x, is_wanted) in enumerate(zip(keys, self._grads[1:3], strict=True))
+            self._messages.room(kind, number, part, (keys, *x.shape[1:]), x, wide(t)) if is_wanted else None
+            for part, (x, is_wanted) in enumerate(zip((t.k, t.v), self._grads[1:3], strict=True))
         )
         return dk, dv
 
-    def _keys(self, stage: _Stage, leaving: Keys, held: Keys) -> tuple[list[Parcel], list[Parcel], Keys]:
-        """The keys that leave and arrive in a stage, and the pair that arrives; the own ones if none does."""
+    def _keys(
+        self, stage: Stage, t: Tensors, held: Keys, joined: Share | None = None
+    ) -> tuple[list[Parcel], list[Parcel], Keys]:
+        """The keys that leave and arrive in a stage, and the pair that arrives; the own ones if none does.
+
+        If some of the own keys are joined to those that arrive, the pair has them after these.
+        """
         number, step = stage.here.number, stage.following
-        sends = [Parcel(leaving if each.source == self._rank else held, each.to, "keys") for each in step.sends]
+        sends = []
+        for each in step.sends:
+            if each.source == self._rank:
+                parts = tuple(tuple(x[start:stop] for start, stop in each.spans) for x in (t.k, t.v))
+            else:
+                parts = _in_spans(held, each.spans)
+            sends.append(Parcel(parts, each.to, "keys"))
         if step.receive_from is None:
-            return sends, [], leaving
+            return sends, [], (t.k, t.v)
+        some = slice(0, 0) if joined is None else slice(*joined.keys)
+        rows = step.keys + some.stop - some.start
         k, v = (
-            self._messages.room("keys", number, part, (step.keys, *x.shape[1:]), x, x.dtype)
-            for part, x in enumerate(leaving)
+            self._messages.room("keys", number, part, (rows, *x.shape[1:]), x, x.dtype)
+            for part, x in enumerate((t.k, t.v))
         )
-        return sends, [Parcel((k, v), step.receive_from, "keys")], (k, v)
+        if joined is not None:
+            for x, mine in ((k, t.k), (v, t.v)):
+                x[step.keys :].copy_(mine[some])
+        arriving = k[: step.keys], v[: step.keys]
+        return sends, [Parcel(_in_spans(arriving, step.spans), step.receive_from, "keys")], (k, v)
 
 
 # Keys of half the heads that occupy a GPU's multiprocessors: half the heads are then half of the work.
 _ENOUGH_KEYS = 32768
-_NO_SUMS: Sums = (None, None)
 
 
-def _parcels(sums: Sums, peer: int, kind: str) -> list[Parcel]:
-    return [Parcel(sums, peer, kind)] if any(x is not None for x in sums) else []
-
-
-def _add(total: Gradients, sums: Sums, some: slice) -> None:
-    """Adds sums of some of a rank's own keys, those that there are, to their gradients."""
-    for x, more in zip((total.dk, total.dv), sums, strict=True):
-        if x is not None and more is not None:
-            x[some] += more
+def _in_spans(keys: Keys, spans: Spans) -> tuple[tuple[Tensor, ...], ...]:
+    """Tensors of spans of a shard that follow one another, span by span."""
+    lengths = [stop - start for start, stop in spans]
+    return tuple(x.split(lengths) if len(lengths) > 1 else (x,) for x in keys)
 
 
 def _shard(everyone: Keys, step: Step) -> Keys:
     """A step's keys among gathered ones."""
-    k, v = (x[step.source, step.first : step.first + step.keys] for x in everyone)
+    k, v = (x[step.source, : step.keys] for x in everyone)
     return k, v

@@ -93,7 +93,8 @@ def backward(
                 if path.kernel:
                     _add_kernel_shares(problem, seq, rows, rectangle, totals)
                 else:
-                    _add_tile_shares(problem, t, path, rows, rectangle, totals, whole_rows=len(block) == 1)
+                    is_whole = sums is None and len(block) == 1
+                    _add_tile_shares(problem, t, path, rows, rectangle, totals, whole_rows=is_whole)
     return _rounded(problem, t, totals or _totals(problem, t), dsinks)
 
 
@@ -183,8 +184,8 @@ def _add_tile_shares(
     delta = rows.delta[:, :, span]
     if whole_rows and (problem.grad_dtype != problem.lse_dtype or sums.doperands):
         # delta from the probabilities of the whole row, more accurate than from out, which was rounded to its dtype.
-        # Where gradients are summed over calls, the row may have other keys. A tensor that is added to whole rows has
-        # a gradient that cancels to 0.
+        # Where gradients are added to those of other calls, the row may have other keys. A tensor that is added to
+        # whole rows has a gradient that cancels to 0.
         delta = (probs * dprobs).sum(dim=-1)
         delta = delta if rows.dlse is None else delta - rows.dlse[:, :, span]
     dscores = probs * (dprobs - delta[..., None])

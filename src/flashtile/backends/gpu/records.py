@@ -10,7 +10,7 @@ from flashtile.backends.gpu.device import mods
 from flashtile.backends.gpu.device.mods import Alibi, Mod
 from flashtile.backends.gpu.device.records import Rows
 from flashtile.backends.gpu.launch import TensorMap, pointer
-from flashtile.call.problem import Problem, Tensors
+from flashtile.call.problem import Problem
 
 
 def rows_of(name: str, tensor: Tensor, block_dim: int, desc: TensorMap | None = None, unit: int = 1) -> Rows:

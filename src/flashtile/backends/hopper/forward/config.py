@@ -335,8 +335,8 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # Long causal tiles of wide rows are few and uneven: a static order balances them better.
         is_fixed = is_causal and not is_short and not has_left and dims != (64, 64) and not problem.keys.used
     if not is_fixed:
-        # A tile found ahead is one that no idle program can take. But the shortest take less time than finding one. Over
-        # a cache packed tiles are found when a producer asks.
+        # A tile found ahead is one that no idle program can take. But the shortest take less time than finding one.
+        # Packed tiles over a cache are found when a producer asks.
         if problem.varlen and problem.keys.used:
             ahead = 2
         elif problem.seqlen_q <= SHORT // 2 and max(dims) <= 128:

@@ -1,0 +1,90 @@
+"""Values of tensors that plans are made from, on the host; what was read is kept until a tensor is written to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashtile.call.arguments import integer
+from flashtile.call.axes import lengths_between
+from flashtile.core.errors import InvalidInputError
+from flashtile.distributed.intervals import Ends, Kept
+
+# Values of tensors on a GPU, by identity: what was read, and how often the tensor had been written to.
+_read: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
+
+
+def document_lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
+    """The lengths between the values of cu_seqlens; a tensor on a GPU is waited for once, and again once written to.
+
+    Raises:
+        InvalidInputError: They are no integers in one dimension that begin with 0 and never fall.
+    """
+    if not isinstance(cu_seqlens, Tensor):
+        found = tuple(integer(name, x, 0) for x in cu_seqlens)
+    elif cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        has = f"is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        raise InvalidInputError(name, f"{has}, must be int32 of shape (documents + 1,)")
+    elif cu_seqlens.device.type == "cpu":
+        found = tuple(cu_seqlens.tolist())
+    else:
+        found = _values(cu_seqlens)
+    if not found:
+        raise InvalidInputError(name, "is empty, must have shape (documents + 1,)")
+    return tuple(lengths_between(name, list(found), found[-1], "x"))
+
+
+def _values(x: Tensor) -> tuple[int, ...]:
+    version, place = 0 if x.is_inference() else x._version, id(x)
+    known = _read.get(place)
+    if known is None or known[0]() is not x or known[1] != version:
+        known = _read[place] = weakref.ref(x, lambda _: _read.pop(place, None)), version, tuple(x.tolist())
+    return known[2]
+
+
+# By identity of the tensors: what was read, and how often they had been written to.
+_masks: dict[tuple[int, int], tuple[list[weakref.ref[Tensor] | None], object, Kept]] = {}
+
+
+def intervals(
+    row_keys: Tensor | None, key_rows: Tensor | None, lengths_q: Sequence[int], lengths_k: Sequence[int]
+) -> Kept | None:
+    """What a mask keeps, from its values: a GPU is waited for, once, and again once they are written to.
+
+    Args:
+        row_keys: ``Tensors.row_keys`` of the whole, of documents one entry each.
+        key_rows: ``Tensors.key_rows``.
+        lengths_q: Rows of each document.
+        lengths_k: Keys.
+    """
+    both = row_keys, key_rows
+    if row_keys is None and key_rows is None:
+        return None
+    state = [None if x is None or x.is_inference() else x._version for x in both], tuple(lengths_q), tuple(lengths_k)
+    place = id(row_keys), id(key_rows)
+    known = _masks.get(place)
+    if known is None or any((r and r()) is not x for r, x in zip(known[0], both, strict=True)) or known[1] != state:
+        made = Kept(*(None if x is None else _ends(x, n) for x, n in zip(both, (lengths_q, lengths_k), strict=True)))
+        refs = [None if x is None else weakref.ref(x, lambda _: _masks.pop(place, None) and None) for x in both]
+        known = _masks[place] = refs, state, made
+    return known[2]
+
+
+def _ends(x: Tensor, lengths: Sequence[int]) -> tuple[Ends, ...]:
+    start, stop = x.cpu().unbind(-1)
+    is_empty = start >= stop
+    start, stop = (
+        start.masked_fill(is_empty, torch.iinfo(torch.int32).max).amin(1),
+        stop.masked_fill(is_empty, 0).amax(1),
+    )
+    if len(lengths) == 1:
+        start, stop = start.amin(0, keepdim=True), stop.amax(0, keepdim=True)
+    found = []
+    for document, length in enumerate(lengths):
+        rows = (x[min(document, len(x) - 1)] for x in (start, stop))
+        ends = [row.expand(length) if len(row) == 1 else row[:length] for row in rows]
+        found.append(tuple(zip(*(row.tolist() for row in ends), strict=True)))
+    return tuple(found)
