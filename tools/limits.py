@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # a server 310, ways to widen 8-bit caches 140, latent rows beside FlashMLA 190, heads past 256 30, functions of users
 # beside FlexAttention 360.
 # tests: what is tested twice is tested once; a capability brings its own tests.
-TOTAL_LINES = {"src/flashtile": 41_550, "extras/flashtile_lab": 6_380, "benchmarks": 5_790, "tests": 36_400}
+TOTAL_LINES = {"src/flashtile": 41_850, "extras/flashtile_lab": 6_380, "benchmarks": 5_790, "tests": 36_400}
 # Of these the total alone is limited: a table of cases is as long as it is, and a test takes all that it is tried with.
 TOTAL_ALONE = ("tests",)
 FILE_LINES = 400
@@ -52,7 +52,7 @@ PUBLIC = (
 RAISED: dict[str, tuple[int, str]] = {
     "src/flashtile/api/cached.py:attention_with_kvcache": (145, "39 arguments, each with its line of documentation"),
     "src/flashtile/api/attention.py:attention": (105, "22 arguments, each with its line of documentation"),
-    "src/flashtile/backends/hopper/forward/kernel.py:attention_forward": (96, "warps are given to roles in four ways"),
+    "src/flashtile/backends/hopper/forward/kernel.py:attention_forward": (98, "warps are given to roles in four ways"),
     "src/flashtile/distributed/cache.py:attention_with_sharded_kvcache": (105, "18 arguments, likewise"),
 }
 
