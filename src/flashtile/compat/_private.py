@@ -199,7 +199,7 @@ def _options(
     """The options of a call; ``plain`` is dropout_p, softmax_scale, causal, both sides of the window and softcap."""
     dropout_p, softmax_scale, causal, left, right, softcap = plain
     longest = (length("max_seqlen_q", lengths[0]), length("max_seqlen_k", lengths[1]))
-    numbers = (softmax_scale, softcap, dropout_p, deterministic, None, None, False)
+    numbers = (softmax_scale, softcap, dropout_p, deterministic, None, None, False, ())
     return read(tensors, causal, (bound(left), bound(right)), False, numbers, longest)
 
 
