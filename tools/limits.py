@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # transformers' continuous batching 610, functions of users traced, evaluated, printed and differentiated 3,000 and a
 # library of them 300, interval masks and chunks 1,450, new arguments of calls over a cache 550, heads to 512 on Hopper
 # 620, 8-bit caches widened and pages of any size in its forward 580, lists of blocks (made, converted, followed by the
-# CPU and the portable kernels) 820, FlexAttention's names 260, functions and intervals over a cache 140: with those it is
-# more than the 23,000 of the design.
+# CPU and the portable kernels) 820, FlexAttention's names 260, functions and intervals over a cache 140: with those it
+# is more than the 23,000 of the design.
 # Two lines in five are docstrings.
 # benchmarks: attention in 8 bits, cuDNN's among it, takes 200, biases, sinks and FlexAttention 140, the steps of
 # a server 310, ways to widen 8-bit caches 140.
