@@ -454,7 +454,7 @@ def _call(case: CacheCase, given: dict[str, Tensor], keywords: dict[str, Any]) -
         tensors["tree_mask"] = tree_words("tree_mask", tensors["tree_mask"])
     plain = (
         keywords.get("max_seqlen_q"), keywords.get("max_seqlen_k"), case.scale, case.softcap, case.interleaved, None,
-        case.chunk,
+        case.chunk, False,
     )  # fmt: skip
     made = CacheTensors(**tensors)
     return CacheCall(case, problem_of(made, read(of_all, case.window, True, plain)), made, keywords)

@@ -277,7 +277,7 @@ def _attend(inputs: tuple[Any, ...], tail: tuple[Any, ...]) -> Result:
         q, k, v, *packed = inputs
         tensors = Tensors(q, k, v, alibi_slopes, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=False)))
         numbers, lengths = (
-            (softmax_scale, softcap, dropout_p, deterministic, None, None, False),
+            (softmax_scale, softcap, dropout_p, deterministic, None, None, False, ()),
             packed[2:] or (None, None),
         )
         options = read(tensors, causal, bounds, True, numbers, tuple(lengths))
