@@ -148,6 +148,8 @@ def _call(given: dict[str, Any]) -> Any:
 
 def _intervals(t: Tensors, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...]) -> Kept | None:
     """What an interval mask keeps; of one that does not fit, which is refused later, nothing."""
+    if t.row_keys is None and t.key_rows is None:
+        return None
     for ends, lengths in ((t.row_keys, lengths_q), (t.key_rows, lengths_k)):
         if ends is not None and (ends.dim() != 4 or ends.shape[2] not in (1, max(lengths, default=0))):
             return None

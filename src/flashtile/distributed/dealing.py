@@ -182,7 +182,7 @@ class _Deal:
                 homes.setdefault(document, set()).add(rank)
 
         def ordered(spans: list[_Span]) -> tuple[_Span, ...]:
-            # Documents that other ranks have rows of come first: ``plan.Own``.
+            # Documents that other ranks have rows of come first: ``ring.Own``.
             found: list[_Span] = []
             for document, start, length in sorted(spans, key=lambda each: (len(homes[each[0]]) == 1, each)):
                 last = found[-1] if found else (-1, 0, 0)

@@ -1,10 +1,10 @@
-"""One packed call of a step: the backend's plans of it, made when they are first needed."""
+"""The packed calls of a step: the backend's plans of them, made when they are first needed; stages; running results."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ from flashtile.call.backend import Backward, Chain, Forward, Gradients
 from flashtile.call.problem import Problem
 from flashtile.core.states import Partial
 from flashtile.distributed.calls import Call
+from flashtile.distributed.plan import Plan, Step
+from flashtile.distributed.ring import Share
 from flashtile.ops import dispatch
 from flashtile.ops import operators as ops
 
@@ -296,3 +298,68 @@ def _int32(values: Sequence[Any], device: torch.device) -> Tensor:
     # A training step could not save a tensor that was made in inference mode.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+class Stage(NamedTuple):
+    """A step with its launches, and the steps before and after it: what of theirs is posted before the launches.
+
+    Attributes:
+        here: The step; after the last one it may be none.
+        before: Its sums leave now, or come back.
+        following: Its keys and sums arrive.
+        launches: The step's calls; of step 0 those of the forward that keys of other steps are merged into.
+    """
+
+    here: Step
+    before: Step
+    following: Step
+    launches: list[CallPlan]
+
+
+def stages_of(plan: Plan, launches_of: Callable[[Step], list[CallPlan]]) -> list[Stage]:
+    """The stages of a plan, in order; the first is that of step 0."""
+    steps = {step.number: step for step in plan.steps}
+    after = {step.number + 1 for step in plan.steps if step.sums_to is not None or step.sums_back is not None}
+    found = []
+    for number in sorted({*steps, *(number - 1 for number in steps if number), *after}):
+        here, before, following = (steps.get(number + i, Step(number + i, 0, (), ())) for i in (0, -1, 1))
+        found.append(Stage(here, before, following, launches_of(here)))
+    return found
+
+
+class Running:
+    """The running result of some rows.
+
+    Args:
+        t: The tensors of all rows.
+        share: Which rows, and which of the rank's own keys they see.
+        sinks: Of each head, a key whose value is 0.
+        into: What gets the rows' out.
+    """
+
+    def __init__(self, t: Tensors, share: Share, sinks: Tensor | None, into: Tensor | None) -> None:
+        self._t = some_of(t, share.rows, share.keys)
+        self._into = None if into is None else into[slice(*share.rows)]
+        self._state = None if sinks is None else _start(self._t, sinks)
+
+    def add(self, launches: Iterable[CallPlan], keys: Keys | None = None) -> None:
+        """Merges the results of calls, over the own keys if no others are given."""
+        for launch in launches:
+            self._state = launch.forward(self._t, keys or (self._t.k, self._t.v), self._state, self._into)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Out in q's dtype, and lse."""
+        state = self._state or _start(self._t, None)
+        out = state.out.to(self._t.q.dtype)
+        if self._into is not None and out.data_ptr() != self._into.data_ptr():
+            self._into.copy_(out)
+        return out, state.lse
+
+
+def _start(t: Tensors, sinks: Tensor | None) -> Partial:
+    """The state before any key."""
+    dtype, rows = wide(t), t.q.shape[0]
+    out = t.q.new_zeros((*t.q.shape[:2], t.v.shape[2]), dtype=dtype)
+    if sinks is None:
+        return Partial(out, t.q.new_full((t.q.shape[1], rows), -torch.inf, dtype=dtype))
+    return Partial(out, sinks.to(dtype)[:, None].repeat(1, rows))

@@ -24,8 +24,7 @@ from flashtile.core.masks import Band
 from flashtile.distributed.calls import Call, aligned, calls_of, moved, parts_in, repeated
 from flashtile.distributed.intervals import Kept
 from flashtile.distributed.layouts import Layout, check, shard_length
-from flashtile.distributed.own import Own, own_of
-from flashtile.distributed.ring import Ring, Spans, count
+from flashtile.distributed.ring import Own, Ring, Spans, count, own_of
 
 
 class Send(NamedTuple):

@@ -5,7 +5,7 @@ s runs step s of the plan while the keys of step s + 1 arrive, and while the flo
 leave for their next rank or their owner. What a stage sends and receives is posted at once, in the same order on all
 ranks, and before its kernels.
 
-What no other rank takes part in, see ``plan.Own``, is computed while the first keys arrive, and written where it
+What no other rank takes part in, see ``ring.Own``, is computed while the first keys arrive, and written where it
 belongs in the dtype of the results.
 """
 
@@ -22,11 +22,9 @@ from flashtile.call.backend import Chain, Gradients
 from flashtile.distributed.calls import Call, in_two, of_first_rows
 from flashtile.distributed.copies import Copies
 from flashtile.distributed.exchange import Line, Messages, Parcel, gather, scatter_sums
-from flashtile.distributed.launches import CallPlan, Keys, OfRows, Part, some_of, wide
-from flashtile.distributed.own import Share
+from flashtile.distributed.launches import CallPlan, Keys, OfRows, Part, Running, Stage, some_of, stages_of, wide
 from flashtile.distributed.plan import Plan, Step
-from flashtile.distributed.ring import Spans
-from flashtile.distributed.stages import Running, Stage, stages_of
+from flashtile.distributed.ring import Share, Spans
 from flashtile.distributed.sums import NO_SUMS, Sums, add, parcels, rounded
 
 
