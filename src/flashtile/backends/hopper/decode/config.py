@@ -82,7 +82,7 @@ def can_read(tensors: CacheTensors) -> bool:
 def describe(problem: Problem) -> str:
     """Which kernel computes a call whose tensors TMA can read, and why, in one line."""
     rows = problem.seqlen_q * problem.group_size
-    if latent.runs(problem):
+    if problem.qv and latent.runs(problem):
         return f"TMA and WGMMA, warp-specialised, rows of keys and values read once, {latent.choose(problem)}"
     if runs_forward(problem):
         few = f"; up to {portable.FEW_ROWS} rows over more than {portable.LONG_KEYS} keys in Triton, splits merged"

@@ -24,7 +24,7 @@ class CachedPlan(DecodePlan):
     def launches(cls, problem: Problem, t: CacheTensors) -> list[tuple[Launch, int, int]]:
         """See ``DecodePlan``."""
         p = problem
-        if latent.runs(p, t):
+        if p.qv and latent.runs(p, t):
             return [latent_launch(p, t)]
         if not runs_forward(p, t):
             return [cls._launch(p, t, choose(p, t))]
