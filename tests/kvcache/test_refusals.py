@@ -187,6 +187,8 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "sinks shape": ("sinks", {"sinks": torch.zeros(2)}),
     "sinks integer": ("sinks", {"sinks": torch.zeros(4, dtype=torch.long)}),
     "sinks that require grad": ("sinks", {"sinks": torch.zeros(4, requires_grad=True)}),
+    "qv of rank 3": ("qv", {"qv": Q[0]}),
+    "qv a list": ("qv", {"qv": [1]}),
     "tree_mask a list": ("tree_mask", {"tree_mask": [1]}),
     "tree_mask int32": ("tree_mask", {"tree_mask": TREE.int()}),
     "tree_mask of floats": ("tree_mask", {"tree_mask": TREE.float()}),

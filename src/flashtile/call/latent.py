@@ -41,7 +41,7 @@ def split_queries(t: CacheTensors, parts: object) -> CacheTensors:
 def split(t: CacheTensors) -> CacheTensors:
     """The same call with ``qv``, if values are the keys' first columns; else ``t``."""
     q, k, v = t.q, t.k_cache, t.v_cache
-    if not q.dim() or not v.dim() or not k.dim() or v.shape[-1] >= k.shape[-1]:
+    if not q.dim() or not k.dim():
         return t
     # An 8-bit cache may have scales of keys and of values, for the same numbers; what reads those is another kernel.
     if t.qv is not None or q.shape[-1] != k.shape[-1] or k.dtype != q.dtype or not are_first_columns(v, k):

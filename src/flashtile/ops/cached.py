@@ -32,9 +32,15 @@ def attend(t: CacheTensors, options: CacheOptions) -> Tensor:
         operator = ATTEND if t.k is None else APPEND
         watched: Tensor = operator.overload(*CACHED.flatten(CACHED.readable(t), options))
         return watched
-    t, kind = CACHED.kind(latent.split(t), options)
+    t, kind = CACHED.kind(_split(t), options)
     found: Tensor = kind.run(t)
     return found
+
+
+def _split(t: CacheTensors) -> CacheTensors:
+    k, v = t.k_cache, t.v_cache
+    # None is refused further on, by name.
+    return latent.split(t) if k is not None and v is not None and v.shape[-1:] < k.shape[-1:] else t
 
 
 def _key(t: CacheTensors, options: CacheOptions) -> tuple[Any, ...]:
@@ -72,7 +78,7 @@ def _run(appends: bool, *args: Any) -> Tensor:
     if appends != (t.k is not None):
         other = "append_attention_with_kvcache" if t.k is not None else "attention_with_kvcache"
         raise InvalidInputError("k", f"is {'given' if t.k is not None else 'None'}: the operator is {other}")
-    t, kind = CACHED.kind(latent.split(t), options)
+    t, kind = CACHED.kind(_split(t), options)
     lse: Tensor = kind.run(t)
     return lse
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -10,8 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode import launch
+from flashtile.backends.gpu.trial import trial
+from flashtile.backends.hopper.decode.config import describe
+from flashtile.backends.hopper.latent import config
 from flashtile.backends.hopper.latent import launch as latent
+from flashtile.call.problem import SequenceLayout
+from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.kvcache.cases import CacheCase, build, judge
 
@@ -42,7 +49,7 @@ CASES = (
 
 
 @contextmanager
-def running(num_sms: int) -> Iterator[list[int]]:
+def running(num_sms: int) -> Iterator[None]:
     """Within, a device of so many multiprocessors; counters must be 0 before and after."""
     left: list[Tensor] = []
 
@@ -50,19 +57,13 @@ def running(num_sms: int) -> Iterator[list[int]]:
         left.append(torch.zeros(count, dtype=torch.int32))
         return left[-1]
 
-    started: list[int] = []
-
-    def start(*args: object) -> object:
-        started.append(1)
-        return latent.latent_launch(*args)  # type: ignore[arg-type]
-
     with (
         mock.patch.multiple(launch, zeros=zeros),
         mock.patch.object(latent, "multiprocessors", lambda device: num_sms),
-        mock.patch("flashtile.backends.hopper.decode.launch.latent_launch", start),
+        mock.patch.object(latent, "latent_launch", wraps=latent.latent_launch) as started,
     ):
-        yield started
-    assert started and left and not any(each[::2].any() for each in left)
+        yield
+    assert started.called and left and not any(each[::2].any() for each in left)
 
 
 @pytest.mark.parametrize("num_sms", [1, 4, 7])
@@ -70,3 +71,19 @@ def running(num_sms: int) -> Iterator[list[int]]:
 def test_numbers(case: CacheCase, num_sms: int) -> None:
     with on_cpu(seed=num_sms), running(num_sms):
         judge(build(case, torch.bfloat16), "hopper")
+
+
+def test_other_calls_stay_with_the_triton_kernel() -> None:
+    call = build(CASES[0], torch.bfloat16)
+    problem = call.problem.but(device_type="cuda", compute_capability=(9, 0))
+    assert not config.against(problem) and config.runs(problem, call.tensors)
+    for changes in (
+        {"band": Band(100, 0)}, {"softcap": 2.0}, {"alibi": True}, {"softmax_scale": -1.0}, {"head_dim": 80},
+        {"head_dim_v": 256}, {"dtype": torch.float32}, {"aligned": False}, {"keys": SequenceLayout(300, page_size=24)},
+    ):  # fmt: skip
+        assert config.against(problem.but(**changes)), changes
+        assert "not the kernel for latent rows: " in describe(problem.but(**changes))
+    padded = dataclasses.replace(call.tensors, cache_leftpad=call.tensors.cache_seqlens)
+    assert not config.runs(problem, padded) and "a scorer and two summers" in describe(problem)
+    with trial(decode=portable.Config(64, 64, 4, 3)):
+        assert not config.runs(problem, call.tensors)

@@ -8,7 +8,6 @@ from flashtile.backends.gpu.trial import tried
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as forward
-from flashtile.backends.hopper.latent import config as latent
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
@@ -82,8 +81,8 @@ def can_read(tensors: CacheTensors) -> bool:
 def describe(problem: Problem) -> str:
     """Which kernel computes a call whose tensors TMA can read, and why, in one line."""
     rows = problem.seqlen_q * problem.group_size
-    if latent.runs(problem):
-        return f"TMA and WGMMA, warp-specialised, rows of keys and values read once, {latent.choose(problem)}"
+    if problem.qv:
+        return _describe_latent(problem)
     if runs_forward(problem):
         few = f"; up to {portable.FEW_ROWS} rows over more than {portable.LONG_KEYS} keys in Triton, splits merged"
         text = (
@@ -92,8 +91,15 @@ def describe(problem: Problem) -> str:
         return text + few * leaves_few(problem)
     if covers(problem):
         return f"TMA and WGMMA, warp-specialised, {tiles(problem)}; splits merged in the same launch"
-    against = ", ".join(cached.reasons(problem)) if rows > _MOST_ROWS and not problem.qv else ""
+    against = ", ".join(cached.reasons(problem)) if rows > _MOST_ROWS else ""
     why = f"; not the forward's kernel: {against}" if against else ""
-    if problem.qv:
-        why = f"; not the kernel for latent rows: {', '.join(latent.against(problem))}"
     return f"Triton with Hopper's tiles, {portable.choose(problem)}; splits merged in the same launch{why}"
+
+
+def _describe_latent(problem: Problem) -> str:
+    from flashtile.backends.hopper.latent import config as latent  # what few programs need is not loaded by all
+
+    if latent.runs(problem):
+        return f"TMA and WGMMA, warp-specialised, rows of keys and values read once, {latent.choose(problem)}"
+    why = f"not the kernel for latent rows: {', '.join(latent.against(problem))}"
+    return f"Triton with Hopper's tiles, {portable.choose(problem)}; splits merged in the same launch; {why}"

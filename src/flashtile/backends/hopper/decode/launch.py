@@ -11,8 +11,6 @@ from flashtile.backends.hopper.decode.config import choose, leaves_few, runs_for
 from flashtile.backends.hopper.decode.kernel import wide_cache_attention
 from flashtile.backends.hopper.decode.roles import Maps, Warps
 from flashtile.backends.hopper.forward.cached import cached_launch
-from flashtile.backends.hopper.latent import config as latent
-from flashtile.backends.hopper.latent.launch import latent_launch
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
@@ -24,8 +22,10 @@ class CachedPlan(DecodePlan):
     def launches(cls, problem: Problem, t: CacheTensors) -> list[tuple[Launch, int, int]]:
         """See ``DecodePlan``."""
         p = problem
-        if latent.runs(p, t):
-            return [latent_launch(p, t)]
+        if p.qv:
+            from flashtile.backends.hopper.latent import config, launch  # what few programs need is not loaded by all
+
+            return [launch.latent_launch(p, t) if config.runs(p, t) else cls._launch(p, t, portable.choose(p))]
         if not runs_forward(p, t):
             return [cls._launch(p, t, choose(p, t))]
         # The forward needs no workspace, and one counter, of tiles.

@@ -77,9 +77,9 @@ def against(problem: Problem) -> list[str]:
 
 
 def runs(problem: Problem, tensors: CacheTensors | None = None) -> bool:
-    """Whether the kernel computes a call; of tensors None those that TMA and copies of 16 bytes can read."""
+    """Whether the kernel computes a call with ``qv``; of tensors None those that TMA and 16-byte copies can read."""
     # Tiles on trial for the Triton kernel are for it alone.
-    if not problem.qv or tried("decode") is not None or against(problem):
+    if tried("decode") is not None or against(problem):
         return False
     return tensors is None or _can_read(tensors)
 
