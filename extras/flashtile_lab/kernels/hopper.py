@@ -157,7 +157,7 @@ def limits(problem: Problem) -> dict[str, int]:
         "big_heads_forward": 600 if _is_new_triton() else 300 if problem.mask or problem.bias_dtype is not None else 0,
         "attention_backward": _backward_limit(problem),
         # With ALiBi, a mask and a bias.
-        **{f"big_backward_d{of}": 16 if problem.mask and _is_new_triton() else 0 for of in "qkv"},
+        **{f"big_backward_d{of}": 64 if problem.mask and _is_new_triton() else 0 for of in "qkv"},
         # All but a few bytes at head_dim 256 are the scheduler's, which has few registers.
         "wide_cache_attention": 128,
         # The scheduler's, and what the scorer keeps over the copies of queries.

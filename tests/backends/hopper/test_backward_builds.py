@@ -115,15 +115,13 @@ def test_few_spills_and_the_instructions_of_the_chip(build: KernelBuild) -> None
 def test_a_gradient_past_256_columns_is_its_programs_own(build: KernelBuild) -> None:
     report = builds.compile_build(build, "sm_90a")
     assert report.problems == []
-    (dim, dim_v), chunk, chunk_v = _dims(build), build.constant("CHUNK"), build.constant("CHUNK_V")
-    # Scores and dprobs take 16 columns a product, a chunk of the gradient 16 rows: of 64. Scores of dv and dprobs of
-    # the others are made a step ahead, so in two places; what uses them in a loop and after it.
+    (dim, dim_v), chunks = _dims(build), build.constant("NUM_OWN")
+    # Scores and dprobs take 16 columns a product, a chunk of the gradient 16 rows, of 64. The former are made a step
+    # ahead, so in two places; what uses them in a loop and after it, but for the follower of dv.
     if build.name == "big_backward_dv":
-        chunks = dim_v // chunk_v
         products = 2 * dim // 16 + 4 * (chunks // 2 + (chunks + 1) // 2 * 2)
     else:
-        chunks = dim // chunk
-        products = dim // 16 + 2 * dim_v // 16 + 4 * ((chunks + 1) // 2 + chunks // 2 * 2)
+        products = 2 * dim // 16 + 2 * dim_v // 16 + 8 * chunks
     assert report.instructions["wgmma"] == products
     assert report.instructions["tma_store"] == (dim_v if build.name == "big_backward_dv" else dim) // 64
     assert report.instructions["setmaxnreg"] > 0

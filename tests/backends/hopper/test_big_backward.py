@@ -150,14 +150,14 @@ def test_every_width_fits(head_dim: int) -> None:
         assert all(chosen.shared_bytes(of) <= SHARED_BYTES for of in "qkv")
         # A warpgroup's share of a gradient is at most 256 columns, and each has one.
         for tiles, own in ((chosen.tiles("v"), chosen.block_dv), (chosen.tiles("q"), chosen.block_d)):
-            width = tiles.CHUNK_V if tiles.OF == "v" else tiles.CHUNK
-            assert own // width >= 2 and (own // width + 1) // 2 * width <= 256
+            assert own == tiles.NUM_OWN * tiles.CHUNK_OWN and tiles.NUM_OWN >= 2
+            assert (tiles.NUM_OWN + 1) // 2 * tiles.CHUNK_OWN <= 256 and tiles.CHUNKS_OWN % 2 == 0
         assert str(chosen) in hopper.BACKEND.describe(problem, "backward")
 
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="more shared memory"):
-        config.Config(block_d=576, block_dv=512)
+        config.Config(block_d=640, block_dv=640)
     held = config.Config(block_d=320, block_dv=320, registers=208)
     with trial(hopper_big_backward=held):
         assert config.choose(described(device_type="cuda", dtype=torch.bfloat16, seqlen_q=9, seqlen_k=9)) is held

@@ -7,12 +7,11 @@ The gradient of 64 rows by 512 columns in float32 takes the registers of two war
 and scores are made in each: eight products where five would do. Nothing is added up outside of a program, so bits
 depend on no order. docs/tuning-notes.md counts this design against others.
 
-For dv the scorer makes the scores of a step while both multiply the probabilities of the step before it with dout. For
-dq and dk, both operands of the scores and of dprobs stay or pass: the tile's own two take 128 KB, the passing one
-that the gradient is made of 64 KB, and the other one passes in chunks. The scorer makes probabilities and hands them to
-the follower, which has made dprobs meanwhile and hands back the gradients of the scores in the same memory; both
-multiply those with their chunks of the columns, and release each once it is done, so that most of the next step's are
-there when its scores are to be made.
+The tile's own operands stay in shared memory, those of the other side pass in chunks of their columns, step by step.
+The scorer makes the scores of a step while both warpgroups multiply what the step before it has come to: for dv the
+probabilities, with dout; for dq and dk the gradients of the scores, which the follower makes of its dprobs and of what
+the scorer hands over. What those are multiplied with passes once more: kept from the scores on, it would leave no room
+for the next step's, and each load would wait for a product.
 """
 
 from triton.experimental import gluon
