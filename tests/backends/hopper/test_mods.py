@@ -101,9 +101,11 @@ def test_tiles_follow_from_the_graph() -> None:
         assert config.strip == config.block_m  # heads of a group share no tile
         return config.num_warpgroups, config.block_n
 
-    assert tiles("distance", None) == tiles("by_distance", "documents") == (2, 128)
-    assert tiles("gated", None) == tiles("squared", "documents") == tiles("gated", None, dim=64) == (2, 64)
-    assert tiles("distance", "documents", dim=64) == (3, 128) and tiles("by_distance", None, dim=64) == (2, 128)
+    assert tiles("distance", None) == tiles("by_row_and_key", "documents") == (2, 128)
+    assert tiles("distance", None, dim=64) == (2, 128)
+    for names in (("gated", None), ("squared", "documents"), ("by_distance", None), (None, "random_pairs")):
+        assert tiles(*names) == tiles(*names, dim=64) == (2, 64)
+    assert tiles(None, "documents", dim=64) == tiles(None, "dilated", dim=64) == (3, 128)
     assert backward.choose(_described("distance", None)) == backward.NARROW_64
     assert forward.choose(_described("capped", None)).block_n == 64  # a softcap of a sum
 

@@ -123,7 +123,9 @@ def keep_intervals(x, interval, pairs, first_column, first_row, fill):
     t = by_thread(x)
     row, col = thread_start(x)
     element = (first_column + col)[:, None, :, None] + thread_columns(x)
-    start, end = intervals.ends_of(interval, pairs.b, pairs.head, element, element >= 0)
+    # Without a tile there may be no such sequence.
+    exists = (element >= 0) & (pairs.seqlen_q >= 0)
+    start, end = intervals.ends_of(interval, pairs.b, pairs.head, element, exists)
     other = (first_row + row)[:, None, :, None]
     t = gl.where(other < end, t, fill)
     return as_before(gl.where(other >= start, t, fill), x)
