@@ -107,6 +107,7 @@ def test_tiles_follow_from_the_graph() -> None:
         assert tiles(*names) == tiles(*names, dim=64) == (2, 64)
     assert tiles(None, "documents", dim=64) == tiles(None, "dilated", dim=64) == (3, 128)
     assert backward.choose(_described("distance", None)) == backward.NARROW_64
+    assert backward.choose(_described(None, "documents")) == backward.WIDE_64
     assert forward.choose(_described("capped", None)).block_n == 64  # a softcap of a sum
 
 
