@@ -21,7 +21,7 @@ CALLS = (
 )
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(len(CALLS)))
 def test_functions_as_compiled(number: int) -> None:
     case, score, mask = CALLS[number]
