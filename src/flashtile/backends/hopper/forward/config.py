@@ -365,10 +365,10 @@ _DEAR = {"floordiv", "rem", "fmod", "pow", "exp", "log", "log2", "log1p", "sin",
 def is_dear(problem: Problem) -> bool:
     """Whether users' functions load something for each pair or compute much for it, or twice for each key."""
     of_keys = 0
-    for key in (problem.score_function, problem.mask_function):
-        for n, node in enumerate(key.graph.nodes if key is not None else ()):
+    for graph in [key.graph for key in (problem.score_function, problem.mask_function) if key is not None]:
+        for n, node in enumerate(graph.nodes):
             if node.op == "load" or node.op in _DEAR:
-                inputs = {key.graph.nodes[x].op for x in key.graph.needed([n])}
+                inputs = {graph.nodes[x].op for x in graph.needed([n])}
                 if {"i", "j"} <= inputs:
                     return True
                 of_keys += node.op != "load" and "j" in inputs
