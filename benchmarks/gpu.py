@@ -37,6 +37,7 @@ _SUITES = {
     "memory": (100, "memory"),
     "accuracy": (200, "accuracy"),
     "varlen": (100, "varlen"),
+    "mods": (600, "mods"),
     "fp8": (120, "run fp8 --resume"),
     "train": (400, "train"),
     "decode": (400, "decode --providers flashtile-hopper,flashtile-portable,fa3,sdpa --resume"),

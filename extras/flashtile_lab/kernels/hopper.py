@@ -343,10 +343,12 @@ def _forward_limit(problem: Problem) -> int:
     With ALiBi, bias or mask up to 40 bytes, none of it in loops; 152 at head_dim 160 on Triton 3.9 (2026-11-23). With
     intervals of keys up to 232 in blocks that they cut, with those of rows none, 8 at head_dim 256. A producer that
     gathers spills up to 32 bytes, and at head_dim 96, with boxes of 32 columns of queries, 184; on Triton 3.9 64
-    (2026-11-26). It does so once a tile.
+    (2026-11-26). It does so once a tile. With users' functions, in tiles that suit them, up to 56 bytes.
     """
     from flashtile.backends.hopper.forward.config import gathers
 
+    if problem.score_function is not None:
+        return 64
     if problem.mask_mod.key_rows and not problem.mask_mod.mirrored:
         return 256
     if problem.intervals and problem.head_dim > 128:
@@ -371,8 +373,11 @@ def _backward_limit(problem: Problem) -> int:
 
     dk, dv and two blocks of scores take 192 of the 240 registers. Measured (2026-11-22), Triton 3.7.1: at most 40 bytes
     up to head_dim 192; at 256 with bias and mask up to 168. Triton 3.9.0: up to 88 at 64, up to 14 instructions of a
-    loop; 128 at 128 with a softcap. With intervals of rows up to 112, on 3.9.0 168 (2026-11-26).
+    loop; 128 at 128 with a softcap. With intervals of rows up to 112, on 3.9.0 168; with a table gathered by
+    pair, and documents, 208, on 3.9.0 312 (2026-11-26).
     """
+    if problem.score_function is not None:
+        return 384
     if problem.mask_mod.row_keys and not problem.mask_mod.mirrored:
         return 192
     reads_score_tensors = problem.mask or problem.bias_dtype is not None

@@ -163,6 +163,8 @@ class _Printer:
             text = f"tl.load(operands.tensors[{args[0]}].ptr{offset and f' + ({offset})'})"
             return f"{text} != 0" if kind == "b" else f"tl.cast({text}, {_TYPES[kind]})"
         texts = [self._text(n) for n in args]
+        if op == "sub" and sorted(texts) == ["at.i", "at.j"]:
+            return f"{'-' * (texts[0] == 'at.j')}functions.apart(at)"
         if op == "cast":
             return f"tl.cast({texts[0]}, {_TYPES[kind]})"
         if op == "not":

@@ -71,7 +71,7 @@ LONG = (
     Case("prefix", batch=2, seqlen_q=260, seqlen_k=300, head_dim=96, intervals="prefix", lse_grad=True),
     Case("varlen_documents", batch=3, lengths=((130, 130), (300, 300), (64, 64)), head_dim=128, intervals="documents",
          causal=True, spare=9),
-    Case("varlen_intervals", batch=3, lengths=((130, 230), (300, 20), (0, 64)), kv_heads=1, head_dim=64,
+    Case("varlen_intervals", batch=3, lengths=((130, 230), (300, 20), (0, 64)), kv_heads=1, head_dim=64, spare=70,
          intervals="both", chunk=90),
     Case("varlen_mods", batch=3, lengths=((130, 260), (0, 20), (100, 128)), heads=2, kv_heads=1, head_dim=64, spare=70,
          alibi="bh", bias="bhqk", bias_grad=False, mask="bqk", softcap=4.0, causal=True, lse_grad=True),

@@ -101,17 +101,20 @@ def test_tiles_follow_from_the_graph() -> None:
         assert config.strip == config.block_m  # heads of a group share no tile
         return config.num_warpgroups, config.block_n
 
-    assert tiles("distance", None) == tiles("by_distance", "documents") == (2, 128)
-    assert tiles("gated", None) == tiles("squared", "documents") == tiles("gated", None, dim=64) == (2, 64)
-    assert tiles("distance", "documents", dim=64) == (3, 128) and tiles("by_distance", None, dim=64) == (2, 128)
+    assert tiles("distance", None) == tiles("by_row_and_key", "documents") == (2, 128)
+    assert tiles("distance", None, dim=64) == (2, 128)
+    for names in (("gated", None), ("squared", "documents"), ("by_distance", None), (None, "random_pairs")):
+        assert tiles(*names) == tiles(*names, dim=64) == (2, 64)
+    assert tiles(None, "documents", dim=64) == tiles(None, "chunks", dim=64) == (3, 128)
     assert backward.choose(_described("distance", None)) == backward.NARROW_64
+    assert backward.choose(_described(None, "documents")) == backward.WIDE_64
     assert forward.choose(_described("capped", None)).block_n == 64  # a softcap of a sum
 
 
 def test_new_values_and_lengths_need_no_other_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_maps, "num_sms", lambda device: 132)
     keys = set()
-    for rows in (512, 640, 1000):
+    for rows in (640, 900, 1000):
         case = Case("mods", seqlen_q=rows, seqlen_k=rows, heads=2, kv_heads=2, head_dim=64)
         for score, mask in (("by_distance", "prefix"), ("gated", "neighbourhood")):
             call = with_functions(case, score, mask, torch.float16, seed=rows, frozen=True)

@@ -13,6 +13,16 @@ def filled(value, like):
 
 
 @triton.jit
+def apart(at):
+    """``i - j`` of an ``At``."""
+    if at.apart is not None:  # noqa: SIM108 - a compile-time condition
+        distance = at.apart
+    else:
+        distance = at.i - at.j
+    return distance
+
+
+@triton.jit
 def inside(x, size):
     """An index in range, from the end if negative as in Python, as 64 bits: no function reads outside its tensors."""
     x = tl.where(x < 0, x + size, x)

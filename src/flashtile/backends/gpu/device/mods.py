@@ -114,6 +114,7 @@ class At(NamedTuple):
         j: Keys.
         seqlen_q: Rows of the sequence.
         seqlen_k: Its keys.
+        apart: ``i - j`` where a kernel has another way to it, else None.
     """
 
     b: Any
@@ -123,6 +124,7 @@ class At(NamedTuple):
     j: Any
     seqlen_q: Any
     seqlen_k: Any
+    apart: Any = None
 
 
 class Band(NamedTuple):

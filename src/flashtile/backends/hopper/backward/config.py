@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashtile.backends.gpu.trial import tried
-from flashtile.backends.hopper.forward.config import PRODUCER_REGISTERS, SHARED_BYTES, WARPGROUP_REGISTERS, narrowest
+from flashtile.backends.hopper.forward.config import (
+    PRODUCER_REGISTERS,
+    SHARED_BYTES,
+    WARPGROUP_REGISTERS,
+    is_dear,
+    narrowest,
+)
 from flashtile.backends.hopper.forward.config import width as width_of_tiles
 from flashtile.call.problem import Problem
 
@@ -162,9 +168,11 @@ def choose(problem: Problem) -> Config:
     two_sided = problem.alibi and (problem.band.right is None or problem.band.right > 0)
     has_functions = problem.score_function is not None or problem.mask_function is not None
     if width == 64:
-        # Softcap, bias, mask, rows' intervals and distances on both sides of the diagonal take registers of their own.
+        # Softcap, bias, mask, rows' intervals, distances on both sides of the diagonal and users' score mods take
+        # registers of their own.
         reads_intervals = problem.mask_mod.row_keys and not problem.mask_mod.mirrored
-        takes_more = problem.softcap > 0 or reads_score_tensors or reads_intervals or two_sided or has_functions
+        takes_more = problem.softcap > 0 or reads_score_tensors or reads_intervals or two_sided
+        takes_more = takes_more or problem.score_function is not None or is_dear(problem)
         return NARROW_64 if takes_more else WIDE_64
     if width == 192 and problem.head_dim_v <= 128:
         takes_more = problem.softcap > 0 or reads_score_tensors or problem.alibi or has_functions
@@ -176,7 +184,7 @@ def choose(problem: Problem) -> Config:
         return BY_GRADIENT_128
     if width == 96:
         return BASE_96
-    if problem.seqlen_q <= SHORT or problem.softcap > 0 or has_functions:
+    if problem.seqlen_q <= SHORT or problem.softcap > 0:
         return BASE_128
     if problem.deterministic or (problem.band.right is None and not problem.varlen):
         return THREE_STAGES_128

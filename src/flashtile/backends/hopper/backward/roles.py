@@ -227,7 +227,7 @@ def keep_rows(x, pairs, kept, grid):
     HAS_LAST: gl.constexpr = grid.call.mods.band.left is not None or grid.call.mods.band.key_rows is not None
     x = keep_columns(x, kept.first - pairs.row, kept.last - pairs.row, 0.0, True, HAS_LAST)
     if grid.call.mods.band.row_keys is not None:
-        x = keep_intervals(x, grid.call.mods.band.row_keys, pairs, pairs.row, pairs.key, 0.0)
+        x = keep_intervals(x, grid.call.mods.band.row_keys, pairs, grid.call.keys.count, pairs.row, pairs.key, 0.0)
     return x
 
 

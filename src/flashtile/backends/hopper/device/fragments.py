@@ -109,13 +109,14 @@ def keep_columns(x, first, last, fill, HAS_FIRST: gl.constexpr, HAS_LAST: gl.con
 
 
 @gluon.jit
-def keep_intervals(x, interval, pairs, first_column, first_row, fill):
+def keep_intervals(x, interval, pairs, count, first_column, first_row, fill):
     """[M, N] x, ``fill`` where the element of a row is not in the interval of the element of a column.
 
     Args:
         x: A block of ``Pairs``, rows or keys first.
         interval: ``gpu.device.intervals.Interval`` of the columns' elements.
         pairs: The sequence and the head.
+        count: Sequences; rows past the last packed one are of none.
         first_column: The first column's element.
         first_row: The first row's.
         fill: See above.
@@ -123,7 +124,8 @@ def keep_intervals(x, interval, pairs, first_column, first_row, fill):
     t = by_thread(x)
     row, col = thread_start(x)
     element = (first_column + col)[:, None, :, None] + thread_columns(x)
-    start, end = intervals.ends_of(interval, pairs.b, pairs.head, element, element >= 0)
+    exists = (element >= 0) & (pairs.b < count)
+    start, end = intervals.ends_of(interval, pairs.b, pairs.head, element, exists)
     other = (first_row + row)[:, None, :, None]
     t = gl.where(other < end, t, fill)
     return as_before(gl.where(other >= start, t, fill), x)

@@ -5,12 +5,11 @@ rows is read once a tile where a tile has the same rows for all of its blocks, a
 key or pair, while the block's product runs.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# ruff: noqa: RET505, RUF005 - Triton compiles what stands after a return, decided or not; for tuples see fetch.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device.mods import At, count
-from flashtile.backends.hopper.device.parts import also
 
 
 @gluon.constexpr_function
@@ -37,15 +36,48 @@ def positions(pairs, x):
         return pairs.row + down, pairs.key + across
 
 
+@gluon.constexpr_function
+def along(layout, dim, rank):
+    """The layout of one of a tensor's dimensions."""
+    for each in reversed(range(rank)):
+        layout = layout if each == dim else gl.SliceLayout(each, layout)
+    return layout
+
+
+@gluon.jit
+def distances(pairs, x):
+    """[M, N]: how far a pair's key is before its row.
+
+    As what a thread has of its own plus constants, so that the compiler finds equal ones: a row and 8 rows on, of a
+    column and 8 columns on, are as far apart, and what follows from that is computed once for both.
+    """
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = gl.reshape(x, [M // 16, 2, 8, N // 8, 4, 2]).type.layout
+    own_rows = 16 * gl.arange(0, M // 16, along(layout, 0, 6))[:, None, None, None, None, None]
+    own_rows = own_rows + gl.arange(0, 8, along(layout, 2, 6))[None, None, :, None, None, None]
+    own_cols = 2 * gl.arange(0, 4, along(layout, 4, 6))[None, None, None, None, :, None]
+    cols = 8 * gl.arange(0, N // 8, along(layout, 3, 6))[None, None, None, :, None, None]
+    cols = cols + gl.arange(0, 2, along(layout, 5, 6))[None, None, None, None, None, :]
+    more = 8 * gl.arange(0, 2, along(layout, 1, 6))[None, :, None, None, None, None] - cols
+    own = own_rows - own_cols
+    first = pairs.row - pairs.key
+    if pairs.keys_first:
+        own, more = first - own, -more
+    else:
+        own = first + own
+    return gl.convert_layout(gl.reshape(own + more, [M, N]), x.type.layout)
+
+
 @gluon.jit
 def of_tile(mods, b, h, i):
     """What each function reads of a head and of its rows i: ((of the head, of the rows), ...)."""
     read = ()
     if has_score_mod(mods.SCORES):
-        read = also(read, _of_tile(mods.scores[0], At(b, h, i, i, None, None, None)))
+        read = read + (_of_tile(mods.scores[0], At(b, h, i, i, None, None, None)),)
     LAST: gl.constexpr = count(mods.MASKS) - 1
     if has_mask_mod(mods.MASKS):
-        read = also(read, _of_tile(mods.masks[LAST], At(b, h, i, i, None, None, None)))
+        read = read + (_of_tile(mods.masks[LAST], At(b, h, i, i, None, None, None)),)
     return read
 
 
@@ -57,20 +89,24 @@ def _of_tile(mod, at):
 
 @gluon.jit
 def fetch(mods, pairs, x):
-    """What each function loads for a block like ``x``."""
+    """What each function loads for a block like ``x``.
+
+    Tuples are added here, not by ``parts.also``: Triton 3.6 takes a tuple of one for what is in it where it looks for
+    a function that it has compiled.
+    """
     fetched = ()
     if has_score_mod(mods.SCORES):
-        fetched = also(fetched, _fetch(mods.scores[0], pairs.read[0], pairs, x))
+        fetched = fetched + (_fetch(mods.scores[0], pairs.read[0], pairs, x),)
     LAST: gl.constexpr = count(mods.MASKS) - 1
     if has_mask_mod(mods.MASKS):
-        fetched = also(fetched, _fetch(mods.masks[LAST], pairs.read[len(pairs.read) - 1], pairs, x))
+        fetched = fetched + (_fetch(mods.masks[LAST], pairs.read[len(pairs.read) - 1], pairs, x),)
     return fetched
 
 
 @gluon.jit
 def _fetch(mod, read, pairs, x):
     i, j = positions(pairs, x)
-    return mod.fetch(mod.operands, read[0], read[1], At(pairs.b, pairs.head, i, i, j, None, None))
+    return mod.fetch(mod.operands, read[0], read[1], At(pairs.b, pairs.head, i, i, j, None, None, distances(pairs, x)))
 
 
 @gluon.jit
@@ -78,7 +114,7 @@ def score(s, mods, pairs, fetched):
     """What the score mod makes of scores, in natural units."""
     i, j = positions(pairs, s)
     head, rows = pairs.read[0]
-    at = At(pairs.b, pairs.head, i, i, j, None, None)
+    at = At(pairs.b, pairs.head, i, i, j, None, None, distances(pairs, s))
     return mods.scores[0].function(s, fetched, mods.scores[0].operands, head, rows, at)
 
 
@@ -87,7 +123,7 @@ def linear(s, mods, pairs, fetched):
     """(``score``, its derivative by s), of a score mod whose derivative is not 1."""
     i, j = positions(pairs, s)
     head, rows = pairs.read[0]
-    at = At(pairs.b, pairs.head, i, i, j, None, None)
+    at = At(pairs.b, pairs.head, i, i, j, None, None, distances(pairs, s))
     return mods.scores[0].linear(s, fetched, mods.scores[0].operands, head, rows, at)
 
 
@@ -97,5 +133,5 @@ def select(x, mods, pairs, fetched, fill):
     LAST: gl.constexpr = count(mods.MASKS) - 1
     i, j = positions(pairs, x)
     head, rows = pairs.read[len(pairs.read) - 1]
-    at = At(pairs.b, pairs.head, i, i, j, None, None)
+    at = At(pairs.b, pairs.head, i, i, j, None, None, distances(pairs, x))
     return mods.masks[LAST].function(x, fetched, mods.masks[LAST].operands, head, rows, at, fill)

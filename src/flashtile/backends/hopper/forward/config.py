@@ -294,7 +294,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = TWO_WARPGROUPS[dims]
     bias_bytes = 0 if problem.bias_dtype is None else problem.bias_dtype.itemsize
-    takes_more = has_slope(problem) or (problem.softcap > 0 and problem.score_function is not None)
+    takes_more = has_slope(problem) or is_dear(problem) or (problem.softcap > 0 and problem.score_function is not None)
     if takes_more:
         config = _variant(two_warpgroups(*dims, 64), pingpong=config.pingpong)
     if problem.mask or bias_bytes:
@@ -311,7 +311,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # A bias leaves them room for one buffer; two warpgroups with two buffers take less time.
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
         wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128
-        wide = wide or (widens(problem) and 3 not in WIDENING) or is_dear(problem)
+        wide = wide or (widens(problem) and 3 not in WIDENING) or problem.score_function is not None
         # Four warps that gather leave three warpgroups fewer still.
         if not (wide or (gathers(problem) and gather_warps(dims) == 4)):
             ways.append(three_warpgroups_64(config.score_bytes))
@@ -367,14 +367,16 @@ _DEAR = {"floordiv", "rem", "fmod", "pow", "exp", "log", "log2", "log1p", "sin",
 
 
 def is_dear(problem: Problem) -> bool:
-    """Whether users' functions load something for each pair, or compute much for each key or pair."""
-    graphs = [key.graph for key in (problem.score_function, problem.mask_function) if key is not None]
-    return any(
-        node.op in _DEAR or (node.op == "load" and {"i", "j"} <= {graph.nodes[x].op for x in graph.needed([n])})
-        for graph in graphs
-        for n, node in enumerate(graph.nodes)
-        if graph.levels[n] > 1
-    )
+    """Whether users' functions load something for each pair or compute much for it, or twice for each key."""
+    of_keys = 0
+    for graph in [key.graph for key in (problem.score_function, problem.mask_function) if key is not None]:
+        for n, node in enumerate(graph.nodes):
+            if node.op == "load" or node.op in _DEAR:
+                inputs = {graph.nodes[x].op for x in graph.needed([n])}
+                if {"i", "j"} <= inputs:
+                    return True
+                of_keys += node.op != "load" and "j" in inputs
+    return of_keys > 1
 
 
 # Whether the forward takes calls over 8-bit caches; else ``gpu.decode`` has them.

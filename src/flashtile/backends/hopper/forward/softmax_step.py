@@ -168,7 +168,8 @@ def shape_scores(s, mod, pairs, fetched, call, schedule, loop, n_block, edge, MA
             HAS_FIRST: gl.constexpr = call.mods.band.left is not None or call.mods.band.row_keys is not None
             s = keep_columns(s, first, last, float("-inf"), HAS_FIRST, True)
             if call.mods.band.key_rows is not None:
-                s = keep_intervals(s, call.mods.band.key_rows, pairs, pairs.key, pairs.row, float("-inf"))
+                count = call.queries.count
+                s = keep_intervals(s, call.mods.band.key_rows, pairs, count, pairs.key, pairs.row, float("-inf"))
     return mod.select(s, pairs, fetched, float("-inf"), call.mods), shift
 
 
