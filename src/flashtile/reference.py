@@ -240,7 +240,7 @@ def attention_with_kvcache(
         places = [_place(t, b, j) for j in range(first, int(t.cache_seqlens[b]))]  # rules 13 and 17
         k, v = (_values(cache, scale, places, dtype) for cache, scale in _caches(t))
         q = _rows(t.q, b, rows)
-        if t.qv is not None:  # rule 30
+        if t.qv is not None:  # rule 13
             q, k = torch.cat([_rows(t.qv, b, rows), q], dim=-1), torch.cat([v, k], dim=-1)
         slopes = t.alibi_slopes
         slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
