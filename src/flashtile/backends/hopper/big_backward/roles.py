@@ -307,8 +307,8 @@ def rows_use(used, grid):
 def score(s, rings, step, used, grid, mod):
     """``probabilities`` of a step's products."""
     kept, rows = rows_of_step(rings, step, grid, s)
-    pairs = pairs_of(kept, rows)
-    fetched = mod.fetch(pairs, s)
+    pairs = pairs_of(kept, rows, s, grid)
+    fetched = mod.fetch(pairs, s, grid.call.mods)
     lse_log2 = rings.rows.at(rows_use(used, grid)).slice(0, 1)
     return probabilities(s, lse_log2.load(s.type.layout), kept, grid, mod, pairs, fetched)
 
