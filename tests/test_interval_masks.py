@@ -155,10 +155,6 @@ def test_where_there_are_no_intervals_a_call_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="^block_mask: "):
         flashtile.attention(q.repeat_interleave(2, -1), k.repeat_interleave(2, -1), v.repeat_interleave(2, -1),
                             block_mask=made, precision="fp8")  # fmt: skip
-    with pytest.raises(TypeError, match="takes no block_mask: rows of a call over a cache are masked by causal"):
-        flashtile.attention_with_kvcache(q, k, v, cache_seqlens=16, block_mask=made)  # type: ignore[call-overload]
-    with pytest.raises(InvalidInputError, match="^block_mask: "):
-        flashtile.explain(q, k_cache=k, v_cache=v, cache_seqlens=16, block_mask=made)
     with pytest.raises(UnsupportedError, match="backend 'hopper'"):
         flashtile.attention(q, k, v, block_mask=made, backend="hopper")
 

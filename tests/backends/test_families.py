@@ -30,7 +30,7 @@ from flashtile_lab.kernels import portable as portable_builds
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge
 
-PLAIN = (None, 0.0, 0.0, False, None, None, False)
+PLAIN = (None, 0.0, 0.0, False, None, None, False, ())
 WITHOUT_SCORE_TENSORS = [case for case in CASES if case.mask is None and case.bias is None and not case.intervals]
 
 
@@ -48,7 +48,7 @@ def _call(case: Case) -> tuple[Tensors, Options]:
     t, lengths = call.tensors, (None, None)
     if case.lengths and case.say_longest:
         lengths = (call.problem.seqlen_q, call.problem.seqlen_k)
-    plain = (case.scale, case.softcap, case.dropout, False, None, case.chunk, False)
+    plain = (case.scale, case.softcap, case.dropout, False, None, case.chunk, False, ())
     return ops.REGULAR.readable(t), read(t, case.causal, case.window, False, plain, lengths)
 
 
@@ -80,7 +80,7 @@ def test_every_option_but_the_longest_lengths_is_of_the_family() -> None:
     like = Options(max_seqlen_q=30, max_seqlen_k=30)
     others = dict(window_left=3, window_right=0, max_seqlen_q=31, max_seqlen_k=None, grads=Grads(True),
                   softmax_scale=2.0, softcap=1.0, dropout_p=0.5, deterministic=True, backend="portable",
-                  attention_chunk=5, mirrored=True, mods=("a text",))  # fmt: skip
+                  attention_chunk=5, mirrored=True, listed=(16, 16), mods=("a text",))  # fmt: skip
     assert set(others) == set(OPTIONS), "a new option: is it part of the family?"
     for name, value in others.items():
         other = dataclasses.replace(like, **{name: value})
