@@ -87,22 +87,9 @@ def test_every_option_but_the_longest_lengths_is_of_the_family() -> None:
         assert (family_of(tensors, other) == family_of(tensors, like)) == name.startswith("max_seqlen"), name
     assert family_of(tensors, Options()) is not None
     seen = {
-        "q",
-        "k",
-        "v",
-        "alibi_slopes",
-        "attn_mask",
-        "attn_bias",
-        "sinks",
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "rng_state",
-        "row_keys",
-        "key_rows",
-        "origins",
-        "operands",
-        "numbers",
-    }
+        "q", "k", "v", "alibi_slopes", "attn_mask", "attn_bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng_state",
+        "row_keys", "key_rows", "row_blocks", "row_items", "key_blocks", "key_items", "origins", "operands", "numbers",
+    }  # fmt: skip
     assert set(TENSORS) == seen, "a new tensor: what of it is part of the family?"
 
 

@@ -168,7 +168,7 @@ def test_dropout_is_the_defined_mask(dropout_p: float, state: tuple[int, int]) -
 def _scores_kernel(x_ptr, out_ptr, cap, slope, N: tl.constexpr):
     j = tl.arange(0, N)
     x = tl.load(x_ptr + j)
-    at = mods.At(0, 0, None, 100, j, 0, 0)
+    at = mods.At(0, 0, None, 100, j, 0, 0, ())
     capped, slope_out = mods.softcap_linear(x, cap, at)
     tl.store(out_ptr + j, capped)
     tl.store(out_ptr + N + j, slope_out)

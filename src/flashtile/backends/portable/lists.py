@@ -56,7 +56,7 @@ def block_kinds(mask, blocks):
     n, m = pid % blocks.keys, pid // blocks.keys % blocks.rows
     group = pid // blocks.keys // blocks.rows
     b, h = group // blocks.heads, group % blocks.heads
-    head = mask.of_head(mask.operands, At(b, h, None, None, None, blocks.seqlen_q, blocks.seqlen_k))
+    head = mask.of_head(mask.operands, At(b, h, None, None, None, blocks.seqlen_q, blocks.seqlen_k, ()))
     kept = tl.zeros([blocks.TILE_M, blocks.TILE_N], tl.int32)
     for row in range(0, blocks.ROWS, blocks.TILE_M):
         i = row + tl.arange(0, blocks.TILE_M)[:, None]
@@ -66,7 +66,7 @@ def block_kinds(mask, blocks):
             j = key + tl.arange(0, blocks.TILE_N)[None, :]
             inside = in_rows & (j < blocks.KEYS)
             j += n * blocks.KEYS
-            at = At(b, h, i, i + (blocks.seqlen_k - blocks.seqlen_q), j, blocks.seqlen_q, blocks.seqlen_k)
+            at = At(b, h, i, i + (blocks.seqlen_k - blocks.seqlen_q), j, blocks.seqlen_q, blocks.seqlen_k, ())
             rows = mask.of_rows(mask.operands, head, at)
             fetched = mask.fetch(mask.operands, head, rows, at)
             x = (inside & (i < blocks.seqlen_q) & (j < blocks.seqlen_k)).to(tl.int32)

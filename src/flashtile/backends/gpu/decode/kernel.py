@@ -187,7 +187,7 @@ def score_block(k, v, first, key, inside, page, place, rows, head, call):
     if call.leftpad is not None and (HAS_FUNCTIONS or HAS_INTERVALS):
         # For users' functions and intervals keys count from the first that counts.
         pad = work.first_key_of(place.b, call)
-        at = mods.At(at.b, at.h, at.i, at.p - pad, at.j - pad, at.seqlen_q, at.seqlen_k)
+        at = mods.At(at.b, at.h, at.i, at.p - pad, at.j - pad, at.seqlen_q, at.seqlen_k, ())
     x, scale_log2, _slope = mods.apply(product, call.mods, head, at, False)
     if HAS_TREE and x.shape[0] < 64:
         if (first < rows.clear_first) | (first + key.shape[0] - 1 > rows.clear_last):

@@ -15,8 +15,8 @@ def filled(value, like):
 @triton.jit
 def apart(at):
     """``i - j`` of an ``At``."""
-    if at.apart is not None:  # noqa: SIM108 - a compile-time condition
-        distance = at.apart
+    if len(at.apart) > 0:  # noqa: SIM108 - a compile-time condition
+        distance = at.apart[0]
     else:
         distance = at.i - at.j
     return distance

@@ -114,7 +114,7 @@ class At(NamedTuple):
         j: Keys.
         seqlen_q: Rows of the sequence.
         seqlen_k: Its keys.
-        apart: ``i - j`` where a kernel has another way to it, else None.
+        apart: (``i - j``,) where a kernel has another way to it, else ().
     """
 
     b: Any
@@ -124,7 +124,7 @@ class At(NamedTuple):
     j: Any
     seqlen_q: Any
     seqlen_k: Any
-    apart: Any = None
+    apart: Any
 
 
 class Band(NamedTuple):
@@ -448,7 +448,7 @@ def load_tile(tensor, at, other):
 @triton.jit
 def head_of(mods, b, h, seqlen_q, seqlen_k, i=None):
     """The ``Head`` of a sequence and a query head, and for a tree of rows i."""
-    at = At(b, h, i, None, None, seqlen_q, seqlen_k)
+    at = At(b, h, i, None, None, seqlen_q, seqlen_k, ())
     # Written out: in Triton 3.6 adding tuples loses the field names of the records in them.
     scores, masks = 0, 0
     NUM: tl.constexpr = count(mods.SCORES)
@@ -481,7 +481,7 @@ def _of_head(mod, at):
 @triton.jit
 def pairs_of(head, p, j):
     """The ``At`` of rows at positions p, and keys j, of a ``Head``."""
-    return At(head.b, head.h, p - head.shift, p, j, head.seqlen_q, head.seqlen_k)
+    return At(head.b, head.h, p - head.shift, p, j, head.seqlen_q, head.seqlen_k, ())
 
 
 @triton.jit

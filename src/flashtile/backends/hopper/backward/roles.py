@@ -57,13 +57,13 @@ from flashtile.backends.hopper.device.parts import (
 # Past every row.
 FAR = gl.constexpr(2**30)
 # Probabilities, which are at most about 1, stay finite, and those down to 4e-9 keep all digits of float16.
-PROBS_SCALE = 2.0**14
+PROBS_SCALE = gl.constexpr(2.0**14)
 
 
 @gluon.constexpr_function
 def probs_scale(dtype):
     """What probabilities are handed over times, in float16 or bfloat16."""
-    return PROBS_SCALE if dtype == gl.float16 else 1.0
+    return PROBS_SCALE.value if dtype == gl.float16 else 1.0
 
 
 @gluon.jit

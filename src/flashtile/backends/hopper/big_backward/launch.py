@@ -128,7 +128,8 @@ def _gradient_launch(
     own, heads = (t.q, p.num_heads_q) if of == "q" else (t.k, p.num_heads_kv)
     dim, splits = p.head_dim_v if of == "v" else p.head_dim, None
     if of != "q" and work.gqa_splits > 1:
-        splits = Splits(work.gqa_splits, -(-p.group_size // work.gqa_splits), None, None)
+        # Sums lie behind pointers of their own; Triton 3.6 cannot ask for a record that holds None.
+        splits = Splits(work.gqa_splits, -(-p.group_size // work.gqa_splits), 0, 0)
         heads *= work.gqa_splits
     masks = None
     if p.intervals:

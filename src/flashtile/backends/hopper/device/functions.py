@@ -74,10 +74,10 @@ def of_tile(mods, b, h, i):
     """What each function reads of a head and of its rows i: ((of the head, of the rows), ...)."""
     read = ()
     if has_score_mod(mods.SCORES):
-        read = read + (_of_tile(mods.scores[0], At(b, h, i, i, None, None, None)),)
+        read = read + (_of_tile(mods.scores[0], At(b, h, i, i, None, None, None, ())),)
     LAST: gl.constexpr = count(mods.MASKS) - 1
     if has_mask_mod(mods.MASKS):
-        read = read + (_of_tile(mods.masks[LAST], At(b, h, i, i, None, None, None)),)
+        read = read + (_of_tile(mods.masks[LAST], At(b, h, i, i, None, None, None, ())),)
     return read
 
 
@@ -106,7 +106,9 @@ def fetch(mods, pairs, x):
 @gluon.jit
 def _fetch(mod, read, pairs, x):
     i, j = positions(pairs, x)
-    return mod.fetch(mod.operands, read[0], read[1], At(pairs.b, pairs.head, i, i, j, None, None, distances(pairs, x)))
+    return mod.fetch(
+        mod.operands, read[0], read[1], At(pairs.b, pairs.head, i, i, j, None, None, (distances(pairs, x),))
+    )
 
 
 @gluon.jit
@@ -114,7 +116,7 @@ def score(s, mods, pairs, fetched):
     """What the score mod makes of scores, in natural units."""
     i, j = positions(pairs, s)
     head, rows = pairs.read[0]
-    at = At(pairs.b, pairs.head, i, i, j, None, None, distances(pairs, s))
+    at = At(pairs.b, pairs.head, i, i, j, None, None, (distances(pairs, s),))
     return mods.scores[0].function(s, fetched, mods.scores[0].operands, head, rows, at)
 
 
@@ -123,7 +125,7 @@ def linear(s, mods, pairs, fetched):
     """(``score``, its derivative by s), of a score mod whose derivative is not 1."""
     i, j = positions(pairs, s)
     head, rows = pairs.read[0]
-    at = At(pairs.b, pairs.head, i, i, j, None, None, distances(pairs, s))
+    at = At(pairs.b, pairs.head, i, i, j, None, None, (distances(pairs, s),))
     return mods.scores[0].linear(s, fetched, mods.scores[0].operands, head, rows, at)
 
 
@@ -133,5 +135,5 @@ def select(x, mods, pairs, fetched, fill):
     LAST: gl.constexpr = count(mods.MASKS) - 1
     i, j = positions(pairs, x)
     head, rows = pairs.read[len(pairs.read) - 1]
-    at = At(pairs.b, pairs.head, i, i, j, None, None, distances(pairs, x))
+    at = At(pairs.b, pairs.head, i, i, j, None, None, (distances(pairs, x),))
     return mods.masks[LAST].function(x, fetched, mods.masks[LAST].operands, head, rows, at, fill)

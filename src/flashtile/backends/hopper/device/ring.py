@@ -202,7 +202,7 @@ class Records:
             mbarrier.arrive(self.asked, count=1, pred=pred)
 
     @gluon.jit
-    def claim(self, use):
+    def claim_asked(self, use):
         """Waits for a buffer, and until the record has been asked for."""
         self.ring.claim(use)
         if self.asked is not None:

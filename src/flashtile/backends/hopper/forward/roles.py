@@ -53,7 +53,7 @@ def scheduler(records, call, schedule):
     place = 0
     is_end = False
     while not is_end:
-        records.claim(tiles)
+        records.claim_asked(tiles)
         tile = next_tile(place, call, schedule)
         place = tile.step
         is_end = tile.is_end
