@@ -342,7 +342,7 @@ def _forward_limit(problem: Problem) -> int:
 
     With ALiBi, bias or mask up to 40 bytes, none of it in loops; 152 at head_dim 160 on Triton 3.9 (2026-11-23). With
     intervals of keys up to 232 in blocks that they cut, with those of rows none, 8 at head_dim 256. A producer that
-    gathers spills up to 32 bytes, and at head_dim 96, with boxes of 32 columns of queries, 184; on Triton 3.9 64
+    gathers spills up to 56 bytes, and at head_dim 96, with boxes of 32 columns of queries, 184; on Triton 3.9 80
     (2026-11-26). It does so once a tile. With users' functions, in tiles that suit them, up to 56 bytes.
     """
     from flashtile.backends.hopper.forward.config import gathers
@@ -354,7 +354,7 @@ def _forward_limit(problem: Problem) -> int:
     if problem.intervals and problem.head_dim > 128:
         return 16
     if gathers(problem):
-        return 192 if problem.head_dim % 64 else 64
+        return 192 if problem.head_dim % 64 else 96 if _is_new_triton() else 64
     has_mods = problem.alibi or problem.mask or problem.bias_dtype is not None
     return (160 if problem.head_dim == 160 else 64) if has_mods or _is_new_triton() else 0
 
