@@ -70,6 +70,13 @@ def distances(pairs, x):
 
 
 @gluon.jit
+def at_pairs(pairs, x):
+    """Where a block like ``x`` lies, for the functions."""
+    i, j = positions(pairs, x)
+    return At(pairs.b, pairs.head, i, i, j, pairs.seqlen_q, pairs.seqlen_k, (distances(pairs, x),))
+
+
+@gluon.jit
 def of_tile(mods, b, h, i):
     """What each function reads of a head and of its rows i: ((of the head, of the rows), ...)."""
     read = ()
@@ -105,35 +112,26 @@ def fetch(mods, pairs, x):
 
 @gluon.jit
 def _fetch(mod, read, pairs, x):
-    i, j = positions(pairs, x)
-    return mod.fetch(
-        mod.operands, read[0], read[1], At(pairs.b, pairs.head, i, i, j, None, None, (distances(pairs, x),))
-    )
+    return mod.fetch(mod.operands, read[0], read[1], at_pairs(pairs, x))
 
 
 @gluon.jit
 def score(s, mods, pairs, fetched):
     """What the score mod makes of scores, in natural units."""
-    i, j = positions(pairs, s)
     head, rows = pairs.read[0]
-    at = At(pairs.b, pairs.head, i, i, j, None, None, (distances(pairs, s),))
-    return mods.scores[0].function(s, fetched, mods.scores[0].operands, head, rows, at)
+    return mods.scores[0].function(s, fetched, mods.scores[0].operands, head, rows, at_pairs(pairs, s))
 
 
 @gluon.jit
 def linear(s, mods, pairs, fetched):
     """(``score``, its derivative by s), of a score mod whose derivative is not 1."""
-    i, j = positions(pairs, s)
     head, rows = pairs.read[0]
-    at = At(pairs.b, pairs.head, i, i, j, None, None, (distances(pairs, s),))
-    return mods.scores[0].linear(s, fetched, mods.scores[0].operands, head, rows, at)
+    return mods.scores[0].linear(s, fetched, mods.scores[0].operands, head, rows, at_pairs(pairs, s))
 
 
 @gluon.jit
 def select(x, mods, pairs, fetched, fill):
     """The block, ``fill`` where the mask mod drops a pair."""
     LAST: gl.constexpr = count(mods.MASKS) - 1
-    i, j = positions(pairs, x)
     head, rows = pairs.read[len(pairs.read) - 1]
-    at = At(pairs.b, pairs.head, i, i, j, None, None, (distances(pairs, x),))
-    return mods.masks[LAST].function(x, fetched, mods.masks[LAST].operands, head, rows, at, fill)
+    return mods.masks[LAST].function(x, fetched, mods.masks[LAST].operands, head, rows, at_pairs(pairs, x), fill)

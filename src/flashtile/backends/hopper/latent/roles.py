@@ -7,8 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flashtile.backends.gpu.decode import states, work
 from flashtile.backends.gpu.decode.kernel import Place, finish
 from flashtile.backends.gpu.device import softmax
-from flashtile.backends.hopper.decode.roles import publish
-from flashtile.backends.hopper.device.fragments import from_thread_column, keep_columns, row_tops, thread_sums
+from flashtile.backends.hopper.decode.roles import last_keys_of, publish
+from flashtile.backends.hopper.device.fragments import keep_columns, row_tops, thread_sums
 from flashtile.backends.hopper.device.gluon_compat import as_box, thread_barrier, tma_load
 from flashtile.backends.hopper.device.inline_ptx import rescale
 from flashtile.backends.hopper.device.parts import HeadRows, also, box_of, wait_for_products, zero_accumulator
@@ -176,7 +176,7 @@ def scorer(channels, call, latent):
     while records.get(parts, "is_part") > 0:
         load_queries(channels, parts, call)
         n, stop = records.get(parts, "first_block"), records.get(parts, "stop_block")
-        last_keys, clear_blocks = last_keys_of(records, parts, zeros, call)
+        last_keys, clear_blocks = last_keys_of(records, parts, zeros, call, 0)
         row_max, row_sum = gl.full([64], float("-inf"), gl.float32, rows), thread_sums(zeros)
         while n < stop:
             s = warpgroup_mma_wait(0, deps=[start_scores(channels, parts, used, zeros)])
@@ -215,20 +215,6 @@ def start_scores(channels, parts, used, zeros):
     channels.keys.wait(used)
     LAST: gl.constexpr = len(channels.queries) - 1
     return warpgroup_mma(channels.queries[LAST].at(parts), channels.keys.at(used).permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def last_keys_of(records, parts, zeros, call):
-    """The last key that each row of a part sees, for ``keep_columns``, and the blocks of which all see all keys."""
-    row: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
-    high, first = records.get(parts, "high"), records.get(parts, "first")
-    last, clear_last = gl.full([64], high - 1, gl.int32, row), high - 1
-    if call.mods.band.right is not None:
-        right = work.right_of(gl.minimum(records.get(parts, "b"), call.queries.count - 1), call)
-        shift = high - records.get(parts, "num_rows") + right
-        last = gl.minimum(last, (first + gl.arange(0, 64, row)) // call.GROUP + shift)
-        clear_last = gl.minimum(clear_last, first // call.GROUP + shift)
-    return from_thread_column(last, zeros), (clear_last + 1) // call.schedule.BLOCK_N
 
 
 @gluon.jit
