@@ -40,13 +40,15 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a tile; only passed as an argument, since q_scale may be None.
+    """The rows of a tile; only passed as an argument, since first may be None.
 
     Attributes:
         q: [BLOCK_M, BLOCK_D] in the dtype that products take; for 8-bit caches the even columns.
         q_odd: The odd columns; ignored for other caches.
-        qv: [BLOCK_M, BLOCK_DV], queries of the values; None without.
-        q_scale: [BLOCK_M] float32, a factor of the products; None for 1.
+        q_scale: [BLOCK_M] float32, a factor of the products; ignored for other caches.
+        qv: As q, q_odd and q_scale, [BLOCK_M, BLOCK_DV], queries of the values; ignored without ``call.qv``.
+        qv_odd: Their odd columns.
+        qv_scale: A factor of their products.
         i: [BLOCK_M, 1], the position of each row.
         low: First key that counts.
         high: End of the keys.
@@ -58,8 +60,10 @@ class Rows(NamedTuple):
 
     q: Any
     q_odd: Any
-    qv: Any
     q_scale: Any
+    qv: Any
+    qv_odd: Any
+    qv_scale: Any
     i: Any
     low: Any
     high: Any
@@ -165,16 +169,15 @@ def score_block(k, v, first, key, inside, page, place, rows, head, call):
     """
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     if k.dtype == tl.int16:
-        even, odd = eight_bit.halves(k, call.cache.scales)
-        product = tl.dot(rows.q, tl.trans(even.to(rows.q.dtype)), input_precision=INPUT_PRECISION)
-        product = tl.dot(rows.q_odd, tl.trans(odd.to(rows.q.dtype)), product, input_precision=INPUT_PRECISION)
-        product *= rows.q_scale[:, None]
+        product = eight_bit_product(rows.q, rows.q_odd, rows.q_scale, k, call.cache.scales.k, page, place, inside, call)
+        if call.qv.ptr is not None:
+            product += eight_bit_product(
+                rows.qv, rows.qv_odd, rows.qv_scale, v, call.cache.scales.v, page, place, inside, call
+            )
     else:
         product = tl.dot(rows.q, tl.trans(k), input_precision=INPUT_PRECISION)
-        if rows.qv is not None:
+        if call.qv.ptr is not None:
             product = tl.dot(rows.qv, tl.trans(v), product, input_precision=INPUT_PRECISION)
-    if call.cache.scales.BY_PAGE and call.cache.scales.k.ptr is not None:
-        product *= eight_bit.page_scales(call.cache.scales.k, page, place.h_kv, inside)[None, :]
     HAS_TREE: tl.constexpr = mods.place_of(call.mods.MASKS, "tree") >= 0
     stands = key
     if HAS_TREE and (rows.first is not None or mods.place_of(call.mods.SCORES, "alibi") >= 0):
@@ -210,6 +213,18 @@ def score_block(k, v, first, key, inside, page, place, rows, head, call):
 
 
 @triton.jit
+def eight_bit_product(q, q_odd, q_scale, k, scale, page, place, inside, call):
+    """Products [BLOCK_M, BLOCK_N] of rows with a block of 8-bit keys, or values, as ``read_keys`` loads them."""
+    even, odd = eight_bit.halves(k, call.cache.scales)
+    product = tl.dot(q, tl.trans(even.to(q.dtype)), input_precision=call.mods.INPUT_PRECISION)
+    product = tl.dot(q_odd, tl.trans(odd.to(q.dtype)), product, input_precision=call.mods.INPUT_PRECISION)
+    product *= q_scale[:, None]
+    if call.cache.scales.BY_PAGE and scale.ptr is not None:
+        product *= eight_bit.page_scales(scale, page, place.h_kv, inside)[None, :]
+    return product
+
+
+@triton.jit
 def masked(x, key, rows):
     """Scores, -inf where a row does not see a key."""
     x = tl.where(key[None, :] <= rows.last, x, float("-inf"))
@@ -241,7 +256,7 @@ def read_keys(n, place, rows, head, call):
     at = place_block(n * BLOCK_N, inside, place, call.cache, BLOCK_N)
     k = load_block(call.cache.k, address_of(call.cache.k, place), at, inside)
     v = k
-    if rows.qv is not None:
+    if call.qv.ptr is not None:
         v = load_block(call.cache.v, address_of(call.cache.v, place), at, inside)
     x, scale_log2 = score_block(k, v, n * BLOCK_N, key, inside, at[0], place, rows, head, call)
     return x, scale_log2, at, inside, v
@@ -254,7 +269,7 @@ def add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, head, call):
     LIKE: tl.constexpr = rows.q.dtype
     x, scale_log2, at, inside, v = keys
     probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
-    if rows.qv is None:
+    if call.qv.ptr is None:
         v = load_block(call.cache.v, address_of(call.cache.v, place), at, inside)
     acc *= rescale[:, None]
     if v.dtype == tl.int16:
@@ -362,6 +377,23 @@ def load_queries(b, first_row, row, h, exists, q, FIRST: tl.constexpr, STEP: tl.
 
 
 @triton.jit
+def load_rows(place, first_row, row, h, exists, q, scale, EIGHT_BIT: tl.constexpr, call):
+    """Queries as ``Rows`` has them: the columns, or the even and the odd ones with a factor of their products."""
+    if not EIGHT_BIT:
+        even = load_queries(place.b, first_row, row, h, exists, q, 0, 1)
+        odd, factor = even, 1.0
+    else:
+        even = load_queries(place.b, first_row, row, h, exists, q, 0, 2)
+        odd = load_queries(place.b, first_row, row, h, exists, q, 1, 2)
+        factor = tl.full([even.shape[0]], 1.0, tl.float32)
+        if even.dtype == tl.bfloat16:
+            factor = eight_bit.power_of_rows(even, odd)
+            even, odd = eight_bit.scaled(even, factor), eight_bit.scaled(odd, factor)
+        factor *= eight_bit.scale_of(scale, place, call)
+    return even, odd, factor
+
+
+@triton.jit
 def attend_tile(place, shape, row, h, part, head, call):
     """``attend`` after loading the rows; the scales of 8-bit values are left to ``finish``."""
     exists, i = tl.arange(0, row.shape[0]) < part.count, (row + shape.high - shape.num_rows)[:, None]
@@ -395,34 +427,20 @@ def attend_tile(place, shape, row, h, part, head, call):
             )
     elif call.leftpad is not None and not HAS_TREE:
         first = i * 0 + shape.low
-    if not call.cache.scales.EIGHT_BIT:
-        q = load_queries(place.b, shape.first_row, row, h, exists, call.q, 0, 1)
-        qv = None
-        if call.qv.ptr is not None:
-            qv = load_queries(place.b, shape.first_row, row, h, exists, call.qv, 0, 1)
-        acc, row_max, row_sum = attend(
-            place,
-            Rows(q, q, qv, None, i, shape.low, shape.high, first, last, clear_first, clear_last),
-            part,
-            head,
-            call,
+    EIGHT_BIT: tl.constexpr = call.cache.scales.EIGHT_BIT
+    q, q_odd, q_scale = load_rows(place, shape.first_row, row, h, exists, call.q, call.cache.scales.k, EIGHT_BIT, call)
+    qv, qv_odd, qv_scale = q, q_odd, q_scale
+    if call.qv.ptr is not None:
+        qv, qv_odd, qv_scale = load_rows(
+            place, shape.first_row, row, h, exists, call.qv, call.cache.scales.v, EIGHT_BIT, call
         )
-    else:
-        q = load_queries(place.b, shape.first_row, row, h, exists, call.q, 0, 2)
-        q_odd = load_queries(place.b, shape.first_row, row, h, exists, call.q, 1, 2)
-        k_scale = eight_bit.scale_of(call.cache.scales.k, place, call)
-        if q.dtype == tl.bfloat16:
-            power = eight_bit.power_of_rows(q, q_odd)
-            q, q_odd, power = eight_bit.scaled(q, power), eight_bit.scaled(q_odd, power), power * k_scale
-        else:
-            power = tl.full([q.shape[0]], 1.0, tl.float32) * k_scale
-        acc, row_max, row_sum = attend(
-            place,
-            Rows(q, q_odd, None, power, i, shape.low, shape.high, first, last, clear_first, clear_last),
-            part,
-            head,
-            call,
-        )
+    acc, row_max, row_sum = attend(
+        place,
+        Rows(q, q_odd, q_scale, qv, qv_odd, qv_scale, i, shape.low, shape.high, first, last, clear_first, clear_last),
+        part,
+        head,
+        call,
+    )
     return acc, row_max, row_sum
 
 
@@ -476,20 +494,18 @@ def share_tile(b, base, counter, place, shape, part, call):
         if call.schedule.BLOCK_M > 32:
             is_few = shape.num_states <= FEW
         if is_few:
-            fold_rows(rank, step, b, base, place, shape, part, call, 4 * FOLD_ROWS, FEW, FEW)
+            fold_rows(rank, step, b, base, place, shape, part, call, 4 * FOLD_ROWS, FEW)
         else:
-            fold_rows(rank, step, b, base, place, shape, part, call, FOLD_ROWS, AHEAD // RUN, AHEAD)
+            fold_rows(rank, step, b, base, place, shape, part, call, FOLD_ROWS, AHEAD)
 
 
 @triton.jit
-def fold_rows(
-    rank, step, b, base, place, shape, part, call, ROWS: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr
-):
+def fold_rows(rank, step, b, base, place, shape, part, call, ROWS: tl.constexpr, AHEAD: tl.constexpr):
     """Finishes every step-th group of ROWS of a tile, from ``rank`` on; see ``states.fold_stored``."""
     for group in range(rank, (part.count + ROWS - 1) // ROWS, step):
         first = group * ROWS
         acc, row_max, row_sum = states.fold_stored(
-            base + first, part.pitch, shape, part.count - first, call, ROWS, RUNS, SPLITS
+            base + first, part.pitch, shape, part.count - first, call, ROWS, AHEAD
         )
         packed, col = place.first + first + tl.arange(0, ROWS), tl.arange(0, call.out.BLOCK_DIM)[None, :]
         finish(acc, row_max, row_sum, b, place, packed, col, shape, call)

@@ -38,7 +38,7 @@ def store_state(acc, row_max, row_sum, slot, count, call):
 
 
 @triton.jit
-def fold_stored(slot, pitch, shape, count, call, ROWS: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr):
+def fold_stored(slot, pitch, shape, count, call, ROWS: tl.constexpr, AHEAD: tl.constexpr):
     """The fold of all states of some rows: of the splits of each run, and then of the runs.
 
     Args:
@@ -48,32 +48,35 @@ def fold_stored(slot, pitch, shape, count, call, ROWS: tl.constexpr, RUNS: tl.co
         count: Rows that there are, from this one on.
         call: ``Call``.
         ROWS: Rows at once, a power of two.
-        RUNS: States of runs that are loaded at once.
-        SPLITS: States of splits, whole runs.
+        AHEAD: States that are loaded at once, whole runs.
     """
-    RUN: tl.constexpr = call.schedule.splitting.RUN
     row = tl.arange(0, ROWS)
-    slot, exists = slot + row, row < count
-    if shape.state_splits == RUN:
-        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, load_state, 1, RUNS)
-    else:
-        acc, row_max, row_sum = fold_states(slot, pitch, shape.num_states, exists, call, load_state, RUN, SPLITS)
-    return acc, row_max, row_sum
+    none = tl.zeros([ROWS, call.out.BLOCK_DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32), row * 0.0
+    return fold_states(none, slot + row, pitch, shape, row < count, call, load_state, AHEAD)
 
 
 @triton.jit
-def fold_states(slot, pitch, num_states, exists, call, LOAD: tl.constexpr, RUN: tl.constexpr, AHEAD: tl.constexpr):
-    """The fold of all states of a tile, of which RUN neighbours are folded first.
+def fold_states(none, slot, pitch, shape, exists, call, LOAD: tl.constexpr, AHEAD: tl.constexpr):
+    """The fold of all states of a tile, which are runs or splits, into the state of no keys.
 
-    AHEAD of them are unrolled, so that their loads are under way together; LOAD is ``load_state``, or the like.
+    AHEAD of them are unrolled, so that their loads are under way together. The same instructions serve both kinds: for
+    every load Triton's coalescing pass walks all that is connected with it, so each one costs a user's first call time.
+    LOAD is ``load_state``, or the like.
     """
-    acc, row_max, row_sum = LOAD(slot, pitch, num_states, num_states, exists, call)
+    RUN: tl.constexpr = call.schedule.splitting.RUN
+    num_states, are_runs = shape.num_states, shape.state_splits == RUN
+    acc, row_max, row_sum = none
     for first in range(0, num_states, AHEAD):
         for start in tl.static_range(0, AHEAD, RUN):
             run, run_max, run_sum = LOAD(slot, pitch, first + start, num_states, exists, call)
             for ahead in tl.static_range(1, RUN):
                 part, top, part_sum = LOAD(slot, pitch, first + start + ahead, num_states, exists, call)
-                run, run_max, run_sum = fold(run, run_max, run_sum, part, top, part_sum)
+                with_run, with_max, with_sum = fold(acc, row_max, row_sum, run, run_max, run_sum)
+                acc, row_max = tl.where(are_runs, with_run, acc), tl.where(are_runs, with_max, row_max)
+                row_sum = tl.where(are_runs, with_sum, row_sum)
+                more, more_max, more_sum = fold(run, run_max, run_sum, part, top, part_sum)
+                run, run_max = tl.where(are_runs, part, more), tl.where(are_runs, top, more_max)
+                run_sum = tl.where(are_runs, part_sum, more_sum)
             acc, row_max, row_sum = fold(acc, row_max, row_sum, run, run_max, run_sum)
     return acc, row_max, row_sum
 
@@ -81,14 +84,16 @@ def fold_states(slot, pitch, num_states, exists, call, LOAD: tl.constexpr, RUN: 
 @triton.jit
 def load_state(slot, pitch, number, num_states, exists, call):
     """A stored state, (acc, row_max, row_sum); that of no keys past the last one."""
-    at = slot + tl.cast(number, tl.int64) * pitch
-    col = tl.arange(0, call.out.BLOCK_DIM)[None, :]
-    there = exists & (number < num_states)
+    col, there = tl.arange(0, call.out.BLOCK_DIM)[None, :], exists & (number < num_states)
+    # What all states of the rows share comes first, so that it is computed once.
+    stats = call.results.stats + 2 * slot[:, None] + tl.arange(0, 2)[None, :]
+    at = call.results.acc + slot[:, None] * call.out.DIM + col
+    first = tl.cast(number, tl.int64) * pitch
     # .cg bypasses L1, which is not coherent with other multiprocessors' stores.
-    stats = call.results.stats + 2 * at[:, None] + tl.arange(0, 2)[None, :]
-    top, part_sum = tl.split(tl.load(stats, mask=there[:, None], other=float("-inf"), cache_modifier=".cg"))
+    stats = tl.load(stats + 2 * first, mask=there[:, None], other=float("-inf"), cache_modifier=".cg")
+    top, part_sum = tl.split(stats)
     wide = there[:, None] & (col < call.out.DIM)
-    part = tl.load(call.results.acc + at[:, None] * call.out.DIM + col, wide, other=0.0, cache_modifier=".cg")
+    part = tl.load(at + first * call.out.DIM, wide, other=0.0, cache_modifier=".cg")
     # A row that sees none of the keys contributes nothing, whatever acc holds.
     empty = top == float("-inf")
     return tl.where(empty[:, None], 0.0, part), top, tl.where(empty, 0.0, part_sum)

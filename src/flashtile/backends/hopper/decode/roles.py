@@ -405,7 +405,6 @@ def fold_width(dim):
 def share_tile(records, parts, place, shape, call, WARPGROUP: gl.constexpr):
     """Finishes a tile of several states once all have been stored, as ``kernel.share_tile``; warpgroups share rows."""
     WARPGROUPS: gl.constexpr = call.schedule.BLOCK_M // 64
-    RUN: gl.constexpr = call.schedule.splitting.RUN
     AHEAD: gl.constexpr = call.schedule.AHEAD
     width: gl.constexpr = fold_width(call.out.BLOCK_DIM)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // width, width], [4, 1], [1, 0])
@@ -425,13 +424,10 @@ def share_tile(records, parts, place, shape, call, WARPGROUP: gl.constexpr):
         for group in range(rank, (count + ROWS - 1) // ROWS, step):
             first = group * ROWS
             slot, exists = (records.get(parts, "slot") + first + row).to(gl.int64), first + row < count
-            # A part's states are runs or splits, which are folded run by run.
-            if RUN == 1 or shape.state_splits == 1:
-                acc, row_max, row_sum = states.fold_states(
-                    slot, pitch, shape.num_states, exists, call, load_state, RUN, AHEAD
-                )
-            else:
-                acc, row_max, row_sum = states.fold_states(
-                    slot, pitch, shape.num_states, exists, call, load_state, 1, AHEAD // RUN
-                )
+            none = (
+                gl.zeros([ROWS, call.out.BLOCK_DIM], gl.float32, layout),
+                gl.full([ROWS], float("-inf"), gl.float32, row.type.layout),
+                row * 0.0,
+            )
+            acc, row_max, row_sum = states.fold_states(none, slot, pitch, shape, exists, call, load_state, AHEAD)
             finish(acc, row_max, row_sum, place.b, place, place.first + first + row, col, shape, call)
