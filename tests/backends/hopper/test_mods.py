@@ -19,7 +19,7 @@ from flashtile.call.problem import Problem
 from flashtile.ops import dispatch
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case, judge
-from tests.mods.calls import with_functions
+from tests.mods.calls import indices_are_cut, with_functions
 from tests.mods.functions import MASKS, SCORES
 
 DENSE = Case("mods", batch=2, seqlen_q=150, seqlen_k=200, heads=2, kv_heads=1, head_dim=64)
@@ -64,6 +64,11 @@ def test_what_is_captured_has_its_gradient_from_another_backend(name: str) -> No
         judge(call, None)
 
 
+def test_indices_past_the_ends_are_cut() -> None:
+    with on_cpu(2, num_sms=2):
+        assert indices_are_cut(None, torch.bfloat16)
+
+
 def test_a_named_backend_computes_all() -> None:
     call = with_functions(WIDE, "by_distance", None, torch.bfloat16)
     with (
@@ -103,7 +108,10 @@ def test_tiles_follow_from_the_graph() -> None:
 
     assert tiles("distance", None) == tiles("by_row_and_key", "documents") == (2, 128)
     assert tiles("distance", None, dim=64) == (2, 128)
-    for names in (("gated", None), ("squared", "documents"), ("by_distance", None), (None, "random_pairs")):
+    # What is read from a table of distances costs as little as a formula.
+    for name in ("by_distance", "buckets"):
+        assert tiles(name, None) == tiles(name, None, dim=64) == (2, 128)
+    for names in (("gated", None), ("squared", "documents"), ("graphormer", None), (None, "random_pairs")):
         assert tiles(*names) == tiles(*names, dim=64) == (2, 64)
     assert tiles(None, "documents", dim=64) == tiles(None, "chunks", dim=64) == (3, 128)
     assert backward.choose(_described("distance", None)) == backward.NARROW_64

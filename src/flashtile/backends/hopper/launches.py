@@ -9,7 +9,7 @@ from flashtile.backends.gpu.launch import Launch
 from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem
 
-_BACKWARD = ("interval_bounds", "prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
+_BACKWARD = ("tabulate", "interval_bounds", "prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
 
 
 def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:

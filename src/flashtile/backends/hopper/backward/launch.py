@@ -16,7 +16,7 @@ from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Masks, Side, bounds_launch, empty_bounds, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
-from flashtile.backends.gpu.records import operand_names, read_by_mods
+from flashtile.backends.gpu.records import operand_names, read_by_mods, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward import records
@@ -128,7 +128,7 @@ class BackwardPlan:
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
             t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q) if self._bounds else None,
-            *read_by_mods(t),
+            *read_by_mods(t, self._problem),
         ))  # fmt: skip
         self._finish(work, sums is not None, dk, dv)
         if t.sinks is not None and wanted.sinks:
@@ -220,6 +220,7 @@ def launches(
     """
     work, wanted = work or Workspace.of(problem, config, tensors), problem.grads
     return (
+        table_launches(problem, tensors).get("tabulate"),
         bounds_launch(problem, tensors, _OF_KEYS) if problem.intervals else None,
         preprocess_launch(problem, tensors, dout, dlse, config, work, adds),
         _main_launch(problem, tensors, dout, config, work, adds) if wanted.q or wanted.k or wanted.v else None,
