@@ -46,7 +46,7 @@ def test_score_mods(number: int, case: Case) -> None:
 
 
 @pytest.mark.one_in(10)
-@pytest.mark.parametrize("case", [DENSE, WIDE, PACKED, WIDEST, FEATURES], ids=lambda c: f"{c}-{c.head_dim}")
+@pytest.mark.parametrize("case", [DENSE, WIDE, PACKED, WIDEST, FEATURES, BIG], ids=lambda c: f"{c}-{c.head_dim}")
 @pytest.mark.parametrize("number", range(len(MASKS)), ids=list(MASKS))
 def test_mask_mods(number: int, case: Case) -> None:
     call = with_functions(case, (None, "squared")[number % 2], list(MASKS)[number], DTYPES[number % 2])
@@ -78,9 +78,10 @@ def test_a_named_backend_computes_all() -> None:
         call.run("hopper")
 
 
-def test_slopes_of_any_size_are_handed_over() -> None:
+@pytest.mark.parametrize("head_dim", [256, 264])
+def test_slopes_of_any_size_are_handed_over(head_dim: int) -> None:
     """Where a warpgroup owns one gradient; in float16 times 2^14 a slope of more than 4 would be infinite."""
-    q, k, v = (torch.randn(1, 130, 1, 256).bfloat16().requires_grad_() for _ in range(3))
+    q, k, v = (torch.randn(1, 130, 1, head_dim).bfloat16().requires_grad_() for _ in range(3))
 
     def steep(score, b, h, q_idx, kv_idx):
         return score * 40.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -123,7 +123,7 @@ class BackwardPlan:
         if steps is None:
             made = self._launches(self._problem, t, dout, dlse, self._config, self._work, adds=sums is not None)
             names = (*_OPERANDS, *operand_names(t))
-            steps = [Step(each, names, t.q.device) for each in made if each is not None]
+            steps = [Step(each, names, t.q.device) for each in made.values()]
             self._steps[sums is not None] = steps
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
@@ -192,7 +192,7 @@ class BackwardPlan:
     def _launches(
         problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Any, work: Workspace, *,
         adds: bool,
-    ) -> Sequence[Launch | None]:  # fmt: skip
+    ) -> dict[str, Launch]:  # fmt: skip
         return launches(problem, tensors, dout, dlse, config, work, adds=adds)
 
     def _sinks_gradient(self, sinks: Tensor, work: Tensor) -> Tensor:
@@ -213,19 +213,23 @@ def launches(
     work: Workspace | None = None,
     *,
     adds: bool = False,
-) -> tuple[Launch | None, ...]:
-    """Bounds of intervals, preprocess, the main kernel, what finishes dq, dk and dv: those that the call needs.
+) -> dict[str, Launch]:
+    """Tables, bounds, preprocess, the main kernel, what finishes dq, dk and dv: those that the call needs, by name.
 
     ``adds``: dq, dk and dv to what is there.
     """
     work, wanted = work or Workspace.of(problem, config, tensors), problem.grads
-    return (
-        table_launches(problem, tensors).get("tabulate"),
-        bounds_launch(problem, tensors, _OF_KEYS) if problem.intervals else None,
-        preprocess_launch(problem, tensors, dout, dlse, config, work, adds),
-        _main_launch(problem, tensors, dout, config, work, adds) if wanted.q or wanted.k or wanted.v else None,
-        *(_finish_launch(problem, tensors, config, work, name, adds) for name in ("dq", "dk", "dv")),
-    )
+    made = table_launches(problem, tensors)
+    if problem.intervals:
+        made["interval_bounds"] = bounds_launch(problem, tensors, _OF_KEYS)
+    made["prepare_rows"] = preprocess_launch(problem, tensors, dout, dlse, config, work, adds)
+    if wanted.q or wanted.k or wanted.v:
+        made["attention_backward"] = _main_launch(problem, tensors, dout, config, work, adds)
+    for name in ("dq", "dk", "dv"):
+        finish = _finish_launch(problem, tensors, config, work, name, adds)
+        if finish is not None:
+            made[f"finish_{name}"] = finish
+    return made
 
 
 def chain_launches(
