@@ -36,7 +36,7 @@ class ModCall(Call):
 def indices_are_cut(backend: str | None, dtype: torch.dtype, head_dim: int = 64) -> bool:
     """Whether what is read past a tensor's ends is its last element, as if the function cut the index itself.
 
-    That is so bit for bit, and of gradients too. FlexAttention, compiled, reads whatever lies there in memory.
+    That is so bit for bit, and of gradients too.
     """
     made = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, n, 2, head_dim, generator=made).to(dtype).requires_grad_() for n in (90, 120, 120))
