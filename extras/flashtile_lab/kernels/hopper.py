@@ -18,7 +18,6 @@ from flashtile.mods.record import ModKey, Operand, lowered
 from flashtile_lab.kernels.build import KernelBuild, kernel_builds
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
-_BACKWARD = ("interval_bounds", "prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
 _NO_SPILL = {"attention_forward": 0}
 _EVERYTHING: dict[str, Any] = {"varlen": True, "softcap": 30.0, "sinks": True}
 
@@ -264,8 +263,7 @@ def _adding_builds() -> list[KernelBuild]:
     for dim, band, used in packed + others:
         problem = _problem(dim, band, **used).but(grad_dtype=torch.float32)
         tensors = described_tensors(problem)
-        sums = launch.launches(problem, tensors, tensors.q, None, config.choose(problem), adds=True)
-        by_name = {name: each for name, each in zip(_BACKWARD, sums, strict=True) if each is not None}
+        by_name = launch.launches(problem, tensors, tensors.q, None, config.choose(problem), adds=True)
         made += kernel_builds("hopper", "backward", problem, by_name, limits(problem), ("sums",))
         if used == {"varlen": True} and band is _CAUSAL:
             chained = launch.chain_launches(

@@ -9,7 +9,7 @@ from torch import Tensor
 from flashtile.backends.gpu.device import mods
 from flashtile.backends.gpu.device.mods import Alibi, Mod
 from flashtile.backends.gpu.device.records import Rows
-from flashtile.backends.gpu.launch import TensorMap, pointer
+from flashtile.backends.gpu.launch import Launch, TensorMap, pointer
 from flashtile.call.problem import Problem
 
 
@@ -42,20 +42,37 @@ def alibi_of(problem: Problem, slopes: Tensor | None) -> Mod | None:
 def operand_names(t: Any) -> tuple[str, ...]:
     """The names under which a step finds what mods read."""
     tensors = tuple(f"operand{n}" for n in range(len(t.operands or ())))
-    return (*tensors, *(f"number{n}" for n in range(len(t.numbers or ()))))
+    return (*tensors, *(f"number{n}" for n in range(len(t.numbers or ()))), "distances")
 
 
-def read_by_mods(t: Any) -> tuple[Any, ...]:
-    """What a step finds under these names."""
-    return () if t.operands is None else (*t.operands, *(t.numbers or ()))
+def read_by_mods(t: Any, problem: Problem | None = None) -> tuple[Any, ...]:
+    """What a step finds under these names; of the problem memory for a table of distances, if there is one."""
+    if t.operands is None:
+        return (None,)
+    table = None
+    if problem is not None and problem.score_function is not None:
+        from flashtile.backends.gpu.distances import new_table  # what few programs need is not loaded by all
+
+        table = new_table(problem, t.q)
+    return (*t.operands, *(t.numbers or ()), table)
+
+
+def table_launches(problem: Problem, t: Any) -> dict[str, Launch]:
+    """What fills a call's table of distances, by name; none without a score mod."""
+    if problem.score_function is None:
+        return {}
+    from flashtile.backends.gpu import distances
+
+    return distances.table_launches(problem, t)
 
 
 def functions_of(problem: Problem, t: Any) -> tuple[Mod | None, Mod | None]:
-    """The user's score mod and mask mod."""
+    """The user's score mod, with a table of distances where ``table_launches`` fills one, and mask mod."""
     if problem.score_function is None and problem.mask_function is None:
         return None, None
+    from flashtile.backends.gpu.distances import table_of
     from flashtile.backends.gpu.functions import mod_of
     from flashtile.call.functions import mask_function, score_function
 
     score, mask = score_function(problem, t), mask_function(problem, t)
-    return mod_of(score), mod_of(mask, 0 if score is None else len(score.numbers))
+    return mod_of(score, 0, table_of(problem)), mod_of(mask, 0 if score is None else len(score.numbers))

@@ -11,6 +11,7 @@ import torch
 
 from flashtile.backends.gpu.trial import tried
 from flashtile.call.problem import Problem
+from flashtile.mods.places import DEAR, tabulated
 
 SHARED_BYTES = 227 * 1024
 # Registers of a thread of each warpgroup, added up.
@@ -362,19 +363,18 @@ def has_slope(problem: Problem) -> bool:
     return key is not None and not key.graph.is_const(key.graph.slope, 1.0)
 
 
-# What takes many instructions.
-_DEAR = {"floordiv", "rem", "fmod", "pow", "exp", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "erf"}
-
-
 def is_dear(problem: Problem) -> bool:
     """Whether users' functions load something for each pair or compute much for it, or twice for each key.
 
-    With lists a mask's loads are of partial blocks alone, and blocks of fewer keys cost the others more.
+    Not what is read from a table of distances, which takes an address for each diagonal of a block. With lists a mask's
+    loads are of partial blocks alone, and blocks of fewer keys cost the others more.
     """
     of_keys = 0
     for graph in [key.graph for key in (problem.score_function, problem.mask_function) if key is not None]:
-        for n, node in enumerate(graph.nodes):
-            if node.op == "load" or node.op in _DEAR:
+        given = tabulated(graph) if not problem.keys.used else ()
+        for n in graph.needed([graph.result, *(() if graph.slope is None else (graph.slope,))], given):
+            node = graph.nodes[n]
+            if n not in given and (node.op == "load" or node.op in DEAR):
                 inputs = {graph.nodes[x].op for x in graph.needed([n])}
                 is_rare = node.op == "load" and graph.what == "mask" and problem.listed != ()
                 if {"i", "j"} <= inputs and not is_rare:

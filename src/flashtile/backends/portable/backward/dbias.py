@@ -42,11 +42,12 @@ class BiasGradient(NamedTuple):
 class Partial(NamedTuple):
     """The derivative of the user's score mod by one of its loads; functions is None for the gradient of a bias.
 
-    It holds constants, so it is only passed as an argument, never assigned.
+    IS_ONE says that it is 1. It holds constants, so it is only passed as an argument, never assigned.
     """
 
     functions: Any
     NUM: Any
+    IS_ONE: Any = False
 
 
 @triton.jit
@@ -64,10 +65,9 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     q = load_rows(HeadRows(call.q, head.h, queries), m_first, BLOCK_M, True)
     k = load_rows(HeadRows(call.k, head_kv, keys), n_first, BLOCK_N, True)
     rows = m_first + tl.arange(0, BLOCK_M)
-    cols = n_first + tl.arange(0, BLOCK_N)
     lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
     product = times_transposed(q, k, INPUT_PRECISION)
-    at = mods.pairs_of(head, rows[:, None] + head.shift, cols[None, :])
+    at = mods.block_of(head, m_first, n_first, BLOCK_M, BLOCK_N)
     probs, slope = probabilities(
         product, lse_log2[:, None], call, head, at, True, in_part, partial.functions is not None
     )
@@ -83,7 +83,7 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
         kept = keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n_first // 4, BLOCK_N)
         dprobs = tl.where(kept, dprobs * dropout.keep_scale, 0.0)
     dscores = mods.score_gradient(probs, dprobs, delta[:, None], slope, call.mods, True)
-    if partial.functions is not None:
+    if partial.functions is not None and not partial.IS_ONE:
         dscores = tl.where(dscores == 0.0, 0.0, dscores * mods.partial_of_load(product, call.mods, head, at, partial))
     return acc + dscores
 
