@@ -16,7 +16,7 @@ from flashtile.call.problem import Problem, Tensors
 
 # What every direction has.
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks"})
-_BUT_BIAS_GRAD = _COMMON | {"alibi", "chunk", "mask", "bias", "deterministic", "score_mod", "mask_mod"}
+_BUT_BIAS_GRAD = _COMMON | {"alibi", "chunk", "mask", "bias", "dropout", "deterministic", "score_mod", "mask_mod"}
 _INTERVALS = {"intervals", "row_intervals", "key_intervals"}
 _FORWARD = Capabilities(
     device_types=("cuda",),
@@ -29,7 +29,7 @@ _FORWARD = Capabilities(
     max_compute_capability=(9, 0),
     features=_BUT_BIAS_GRAD
     | _INTERVALS
-    | {"bias_grad", "big_functions", "operand_grad", "head_intervals", "ordered_intervals"},
+    | {"bias_grad", "rare_dropout", "big_functions", "operand_grad", "head_intervals", "ordered_intervals"},
 )
 _BACKWARD = dataclasses.replace(
     _FORWARD,

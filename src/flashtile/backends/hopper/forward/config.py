@@ -254,6 +254,7 @@ def strip_and_cost(problem: Problem, config: Any, rows: int) -> tuple[int, float
     alone = rows_of(1, 1) * group
     by_head = problem.mask or problem.bias_dtype is not None or problem.alibi or problem.intervals
     by_head = by_head or problem.score_function is not None or problem.mask_function is not None
+    by_head = by_head or problem.dropout_p > 0
     # Positions times heads are counted in 32 bits, and a float32 output leaves from registers, row by row.
     is_far = (rows + problem.batch * config.block_m) * group >= 2**30
     if group == 1 or by_head or is_far or problem.out_dtype == torch.float32:
@@ -304,14 +305,14 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         pingpong = dims == (256, 256) and score_bytes[0] >= bias_bytes > 0
         config = _variant(two_warpgroups(*dims, block_n, score_bytes), pingpong=pingpong)
     is_causal, has_left = problem.band.right is not None, problem.band.left is not None or problem.intervals
-    is_short = problem.seqlen_q <= SHORT
-    ways = []
+    is_short, ways = problem.seqlen_q <= SHORT, []
     if dims == (64, 64):
-        # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
-        # A bias leaves them room for one buffer; two warpgroups with two buffers take less time.
+        # The third warpgroup leaves 160 registers a thread, too few for wider loop bodies: they would spill. A bias
+        # leaves them room for one buffer; two warpgroups with two take less time.
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
         wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128
-        wide = wide or (widens(problem) and 3 not in WIDENING) or problem.score_function is not None
+        wide = wide or (widens(problem) and 3 not in WIDENING)
+        wide = wide or problem.score_function is not None or problem.dropout_p > 0
         # Four warps that gather leave three warpgroups fewer still.
         if not (wide or (gathers(problem) and gather_warps(dims) == 4)):
             ways.append(three_warpgroups_64(config.score_bytes))

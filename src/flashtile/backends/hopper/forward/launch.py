@@ -28,7 +28,7 @@ from flashtile.core.states import Partial
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "sinks", "cu_seqlens_q", "cu_seqlens_k", "counter", "alibi", "bias", "mask",
-    "partial_out", "partial_lse", "row_keys", "key_rows", "bounds",
+    "partial_out", "partial_lse", "row_keys", "key_rows", "bounds", "rng_state",
 )  # fmt: skip
 _NO_PARTIAL: tuple[Tensor | None, Tensor | None] = (None, None)
 
@@ -85,7 +85,7 @@ class ForwardPlan:
         run(steps, (
             t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, tile_counter, t.alibi_slopes, t.attn_bias,
             t.attn_mask, *parts, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q) if self._bounds else None,
-            *read_by_mods(t),
+            t.rng_state, *read_by_mods(t),
         ))  # fmt: skip
         return out, lse
 
