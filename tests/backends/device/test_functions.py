@@ -155,15 +155,16 @@ def _dropout_kernel(call, out_ptr, b, h, row, key, M: tl.constexpr, N: tl.conste
 def test_dropout_is_the_defined_mask(dropout_p: float, state: tuple[int, int]) -> None:
     rng = torch.tensor(state, dtype=torch.int64)
     limit = dropout.threshold_bits(philox.threshold(dropout_p))
-    for batch, head, row, key in ((0, 0, 0, 0), (3, 1, 16, 32), (5, 3, 1008, 4096)):
-        out = torch.full((32, 64), 9, dtype=torch.int8)
+    places = ((0, 0, 0, 0, 32, 64), (3, 1, 16, 32, 32, 64), (5, 3, 1008, 4096, 32, 64), (1, 2, 48, 16, 16, 32))
+    for batch, head, row, key, m, n in places:
+        out = torch.full((m, n), 9, dtype=torch.int8)
         drops = dropout.Dropout(rng, limit, 1.0, None, False)
         made = mods.Mods(1.0, None, mods.Band(None, None), None, drops, None, "", "", False, "ieee")
         rows = records.Sequences(None, 8, 2000)
         call = records.Call(None, None, None, rows, rows, records.Heads(4, 1), made)
-        arguments = {"call": call, "out_ptr": out, "b": batch, "h": head, "row": row, "key": key, "M": 32, "N": 64}
+        arguments = {"call": call, "out_ptr": out, "b": batch, "h": head, "row": row, "key": key, "M": m, "N": n}
         interpret(Launch(_dropout_kernel, 1, arguments, {}))
-        expected = philox.keep(rng, dropout_p, range(batch, batch + 1), 4, (row, row + 32), (key, key + 64))[0, head]
+        expected = philox.keep(rng, dropout_p, range(batch, batch + 1), 4, (row, row + m), (key, key + n))[0, head]
         assert torch.equal(out, expected.to(torch.int8))
 
 

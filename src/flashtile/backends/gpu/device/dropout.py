@@ -86,11 +86,15 @@ def without_8(places):
 def keep_tile(dropout, cipher, b, row, key, M: tl.constexpr, N: tl.constexpr):
     """Which probabilities of M rows from ``row`` on and N keys from ``key`` on are kept, all multiples of 16: bool."""
     limit = dropout.threshold.to(tl.uint32, bitcast=True)
-    if dropout.origins_ptr is not None:
-        at = dropout.origins_ptr + b * 6
-        rows = tl.load(at + 1) + tl.load(at + 2) * (row + tl.arange(0, M)[:, None])
-        keys = tl.load(at + 3) + tl.load(at + 4) * (key + tl.arange(0, N)[None, :])
-        # Neighbours need not be neighbours in the whole, so each pair takes half a word of a counter of its own.
+    if dropout.origins_ptr is not None or M == 16 or N == 16:
+        rows, keys = row + tl.arange(0, M)[:, None], key + tl.arange(0, N)[None, :]
+        if dropout.origins_ptr is not None:
+            at = dropout.origins_ptr + b * 6
+            rows = tl.load(at + 1) + tl.load(at + 2) * rows
+            keys = tl.load(at + 3) + tl.load(at + 4) * keys
+        # Each pair takes half a word of a counter of its own. Neighbours need not be neighbours in the whole. And of
+        # what was joined and masked by bytes, Triton 3.6 and 3.7 make operands of eight neighbours a thread along the
+        # sum: a sum over 16 is then in half of a warp's threads, and in the other half again, where it is added twice.
         first, second = words(cipher, without_8(rows), without_8(keys), dropout.PTX)
         word = tl.where((rows & 8) == 0, first, second)
         kept = tl.where((keys & 8) == 0, word << 16, word) >= limit
