@@ -344,10 +344,10 @@ def _forward_limit(problem: Problem) -> int:
     """No spill; on Triton 3.9 32 to 64 bytes where a window meets every feature (measured 2026-11-20).
 
     With ALiBi, bias, mask or dropout up to 40 bytes, few of them in loops; 152 at head_dim 160 on Triton 3.9
-    (2026-11-23), 72 with dropout. With intervals of keys up to 232 in blocks that they cut, with those of rows
-    none, 8 at head_dim 256. A producer that gathers spills up to 56 bytes, and at head_dim 96, with boxes of 32
-    columns of queries, 184; on Triton 3.9 80 (2026-11-26). It does so once a tile. With users' functions, in tiles
-    that suit them, up to 56 bytes.
+    (2026-11-23), 72 with dropout. On Triton 3.9 dropout spills 136 at head_dim 128, 80 of them without ping-pong, and
+    96 at 256. With intervals of keys up to 232 in blocks that they cut, with those of rows none, 8 at head_dim 256. A
+    producer that gathers spills up to 56 bytes, and at head_dim 96, with boxes of 32 columns of queries, 184; on Triton
+    3.9 80 (2026-11-26). It does so once a tile. With users' functions, in tiles that suit them, up to 56 bytes.
     """
     from flashtile.backends.hopper.forward.config import gathers
 
@@ -360,7 +360,8 @@ def _forward_limit(problem: Problem) -> int:
     if gathers(problem):
         return 192 if problem.head_dim % 64 else 96 if _is_new_triton() else 64
     has_mods = problem.alibi or problem.mask or problem.bias_dtype is not None or problem.dropout_p > 0
-    return (160 if problem.head_dim == 160 else 64) if has_mods or _is_new_triton() else 0
+    has_most = problem.head_dim == 160 or (problem.dropout_p > 0 and _is_new_triton())
+    return (160 if has_most else 64) if has_mods or _is_new_triton() else 0
 
 
 def _quantized_limit(problem: Problem) -> int:

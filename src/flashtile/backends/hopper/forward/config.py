@@ -293,7 +293,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         return gathering(held, gather_warps((held.block_d, held.block_dv))) if is_missing else held
     rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
     dims = widths(problem.head_dim, problem.head_dim_v)
-    config = TWO_WARPGROUPS[dims]
+    config = _two_warpgroups_of(problem, dims)
     bias_bytes = 0 if problem.bias_dtype is None else problem.bias_dtype.itemsize
     takes_more = has_slope(problem) or is_dear(problem) or (problem.softcap > 0 and problem.score_function is not None)
     if takes_more:
@@ -355,6 +355,12 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     if widens(problem):
         return _variant(config, **WIDENING[config.num_warpgroups])
     return gathering(config, gather_warps(dims)) if gathers(problem) else config
+
+
+def _two_warpgroups_of(problem: Problem, dims: tuple[int, int]) -> Config:
+    """``TWO_WARPGROUPS``; at head_dim 128 one warpgroup draws what is dropped while the other multiplies."""
+    config = TWO_WARPGROUPS[dims]
+    return _variant(config, pingpong=True) if problem.dropout_p > 0 and dims == (128, 128) else config
 
 
 def has_slope(problem: Problem) -> bool:
