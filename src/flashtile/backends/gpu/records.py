@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.backends.gpu.device import mods
+from flashtile.backends.gpu.device import dropout, mods
+from flashtile.backends.gpu.device.dropout import Dropout
 from flashtile.backends.gpu.device.mods import Alibi, Mod
 from flashtile.backends.gpu.device.records import Rows
-from flashtile.backends.gpu.launch import Launch, TensorMap, pointer
+from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, pointer
 from flashtile.call.problem import Problem
+from flashtile.core import philox
 
 
 def rows_of(name: str, tensor: Tensor, block_dim: int, desc: TensorMap | None = None, unit: int = 1) -> Rows:
@@ -24,6 +26,13 @@ def named(**given: Mod | None) -> tuple[tuple[Mod, ...] | None, str]:
     """The mods among those given, in their order, and their names, for ``Mods``."""
     found = {name: mod for name, mod in given.items() if mod is not None}
     return tuple(found.values()) or None, " ".join(found)
+
+
+def dropout_of(problem: Problem, rng_state: Tensor | None, origins: Pointer | None, has_ptx: bool) -> Dropout:
+    """``Mods.dropout``; has_ptx: whether the target takes inline PTX."""
+    p = problem.dropout_p
+    limit = dropout.threshold_bits(philox.threshold(p))
+    return Dropout(pointer(rng_state, "rng_state"), limit, 1.0 / (1.0 - p), origins, has_ptx)
 
 
 def softcap_of(problem: Problem) -> Mod | None:

@@ -40,7 +40,7 @@ _CACHE_BYTES = 25 * 1024 * 1024
 _ROWS = 64
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi",
-    "bias", "mask", "row_keys", "key_rows", "key_blocks", "key_items", "bounds",
+    "bias", "mask", "row_keys", "key_rows", "key_blocks", "key_items", "bounds", "rng_state",
 )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ class BackwardPlan:
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
             t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, t.key_blocks, t.key_items,
-            empty_bounds(self._bounds, t.q) if self._bounds else None, *read_by_mods(t, self._problem),
+            empty_bounds(self._bounds, t.q) if self._bounds else None, t.rng_state, *read_by_mods(t, self._problem),
         ))  # fmt: skip
         self._finish(work, sums is not None, dk, dv)
         if t.sinks is not None and wanted.sinks:
@@ -170,7 +170,7 @@ class BackwardPlan:
             dk, dv = sums.dk, sums.dv
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
-            None, None, None, None, None, None, None,
+            None, None, None, None, None, None, None, t.rng_state,
         ))  # fmt: skip
         return Gradients(dq, dk, dv)
 
@@ -300,7 +300,7 @@ def _finish_launch(
         "sequences": queries_of(p, tensors) if is_dq else keys_of(p, tensors),
         "others": others if is_dq and adds else None,
         "num_heads": p.num_heads_q if is_dq else p.num_heads_kv,
-        "scale": float(p.softmax_scale) if is_dq else 1.0,
+        "scale": scores_scale(p) if is_dq else 1.0,
         "ADDS": adds,
     }
     return Launch(finish_gradient, blocks * (block_m // _ROWS), arguments, {"num_warps": 4})
@@ -352,6 +352,11 @@ def rows_of(name: str, tensor: Tensor, box: tuple[int, int], block_dim: int, var
     return Rows(None, desc, None, None, None, tensor.shape[-1], block_dim, 1, varlen)
 
 
+def scores_scale(problem: Problem) -> float:
+    """What turns products with dscores, which lack dropout's factor, into dq and dk."""
+    return float(problem.softmax_scale / (1.0 - problem.dropout_p))
+
+
 def queries_of(problem: Problem, t: Tensors) -> Sequences:
     """The sequences of queries."""
     return Sequences(pointer(t.cu_seqlens_q, "cu_seqlens_q"), problem.batch, t.q.shape[-3])
@@ -385,7 +390,7 @@ def _gradients(
     return records.Gradients(
         rows_of("dout", dout, (config.block_m, configs.box_cols(config.block_dv)), config.block_dv, p.varlen),
         of("dk", t.k, work.dk_at) if wanted.k else None, of("dv", t.v, work.dv_at) if wanted.v else None,
-        float(p.softmax_scale), wanted.q, wanted.k, wanted.v, wanted.q or wanted.k, adds and not splits,
+        scores_scale(p), wanted.q, wanted.k, wanted.v, wanted.q or wanted.k, adds and not splits,
         has_slope(p),
     )  # fmt: skip
 

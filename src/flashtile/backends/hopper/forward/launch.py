@@ -29,7 +29,7 @@ from flashtile.core.states import Partial
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "sinks", "cu_seqlens_q", "cu_seqlens_k", "counter", "alibi", "bias", "mask",
-    "partial_out", "partial_lse", "row_keys", "key_rows", "row_blocks", "row_items", "bounds",
+    "partial_out", "partial_lse", "row_keys", "key_rows", "row_blocks", "row_items", "bounds", "rng_state",
 )  # fmt: skip
 _NO_PARTIAL: tuple[Tensor | None, Tensor | None] = (None, None)
 
@@ -86,7 +86,7 @@ class ForwardPlan:
         run(steps, (
             t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, tile_counter, t.alibi_slopes, t.attn_bias,
             t.attn_mask, *parts, t.row_keys, t.key_rows, t.row_blocks, t.row_items,
-            empty_bounds(self._bounds, t.q) if self._bounds else None, *read_by_mods(t, self._problem),
+            empty_bounds(self._bounds, t.q) if self._bounds else None, t.rng_state, *read_by_mods(t, self._problem),
         ))  # fmt: skip
         return out, lse
 
