@@ -1,7 +1,8 @@
 """``python -m benchmarks.mods``: attention with functions of the user's, beside FlexAttention compiled.
 
-TFLOPS of kept pairs. What learns (T5's table, Graphormer's) has its gradient in the backward. ``flashtile-intervals``
-is the same mask without a function, where there is such a form. With ``--first`` the seconds to the first result
+TFLOPS of kept pairs. What learns (T5's table, Graphormer's) has its gradient in the backward. ``flashtile-lists`` has
+the mask's blocks listed, as FlexAttention has, ``flashtile-intervals`` is the same mask without a function, where there
+is such a form. With ``--first`` the seconds to the first result
 of a new function, in a process of its own: with an empty cache of compiled kernels, and again with what that left.
 """
 
@@ -46,7 +47,9 @@ MODS = (
     "t5",
     "graphormer",
 )
-PROVIDERS = ("flashtile", "flashtile-portable", "flashtile-intervals", "flex")
+PROVIDERS = ("flashtile", "flashtile-lists", "flashtile-portable", "flashtile-intervals", "flex")
+# Those that the report divides by FlexAttention's.
+_RACED = ("flashtile", "flashtile-lists")
 # Of normal numbers attention in bfloat16 errs by 0.003, its gradients by 0.006; a table's have larger sums.
 LIMIT = 0.02
 DOCUMENT, WINDOW, PREFIX, SEGMENT, BUCKETS, DISTANCES = 1000, 1024, 512, 512, 32, 64
@@ -129,12 +132,21 @@ def kept_pairs(cell: Cell, mod: Mod, device: torch.device) -> int:
     return kept
 
 
-def ours(cell: Cell, mod: Mod, provider: str) -> Callable[..., Tensor]:
+def groups_of(cell: Cell) -> tuple[int | None, None]:
+    """Sequences and heads that a mask of blocks tells apart."""
+    return (cell.batch if cell.mod == "prefix" else None), None
+
+
+def ours(cell: Cell, mod: Mod, provider: str, device: torch.device) -> Callable[..., Tensor]:
     """This library's attention of q, k, v and a table, heads first."""
     backend = "portable" if provider.endswith("portable") else None
     keywords: dict[str, Any] = {"mask_mod": mod.mask, "backend": backend}
     if provider.endswith("intervals"):
         keywords = {"block_mask": mod.intervals, "causal": cell.mod == "documents"}
+    if provider.endswith("lists"):
+        assert mod.mask is not None
+        lists = flashtile.create_block_mask(mod.mask, *groups_of(cell), cell.seqlen, cell.seqlen, device)
+        keywords = {"block_mask": lists}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> Tensor:
         score = None if mod.score is None else mod.score(table)
@@ -149,8 +161,7 @@ def flex(cell: Cell, mod: Mod, device: torch.device) -> Callable[..., Tensor]:
     torch.compiler.reset()
     n, block_mask = cell.seqlen, None
     if mod.mask is not None:
-        per_batch = cell.batch if cell.mod == "prefix" else None
-        block_mask = create_block_mask(mod.mask, per_batch, None, n, n, device=device)
+        block_mask = create_block_mask(mod.mask, *groups_of(cell), n, n, device=device)
     call = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> Tensor:
@@ -171,11 +182,12 @@ def inputs_of(cell: Cell, device: torch.device) -> tuple[Tensor, ...]:
 def call_of(cell: Cell, mod: Mod, provider: str, tensors: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
     """A provider's timed call: (out,), or the gradients of q, k, v and what learns."""
     device, is_backward = tensors[0].device, cell.direction == "backward"
-    if provider == "flashtile-intervals" and mod.intervals is None:
+    absent = {"flashtile-intervals": mod.intervals, "flashtile-lists": mod.mask}
+    if provider in absent and absent[provider] is None:
         raise NotTimedError("refused: not asked")
     if provider == "flex" and is_backward and device.type != "cuda":
         raise NotTimedError("refused: no backward on the CPU")
-    attend = flex(cell, mod, device) if provider == "flex" else ours(cell, mod, provider)
+    attend = flex(cell, mod, device) if provider == "flex" else ours(cell, mod, provider, device)
     *given, dout = tensors
     leaves = [x.detach().requires_grad_(is_backward) for x in given]
     table = None if mod.table is None else mod.table.detach().requires_grad_(is_backward)
@@ -272,7 +284,7 @@ def first_result(cell: Cell, provider: str) -> tuple[float, float]:
     leaves = [x.detach().requires_grad_() for x in given]
     wait(device)
     start = time.perf_counter()
-    attend = flex(cell, mod, device) if provider == "flex" else ours(cell, mod, provider)
+    attend = flex(cell, mod, device) if provider == "flex" else ours(cell, mod, provider, device)
     out = attend(*leaves, mod.table)
     wait(device)
     middle = time.perf_counter()
@@ -309,17 +321,18 @@ def cells(device: str, dtype: str = "bfloat16") -> list[Cell]:
 
 
 def report(rows: Sequence[results.Row]) -> str:
-    """A line a cell: each provider's TFLOPS, or seconds to a first result, and the library's over FlexAttention's."""
+    """A line a cell: each provider's TFLOPS, or seconds to a first result, and two of ours over FlexAttention's."""
     lines, names = [], list(dict.fromkeys(row.provider for row in rows))
     for case in dict.fromkeys(tuple(row.case.items()) for row in rows):
         found = {row.provider: row for row in rows if tuple(row.case.items()) == case}
         values = {n: (r.tflops or (r.median_ms or 0) / 1e3 or None) for n, r in found.items()}
-        mine, flexs = values.get("flashtile"), values.get("flex")
-        ratio = f"{mine / flexs:.2f}" if mine and flexs else ""
-        about = dict(case)
+        about, flexs, ratios = dict(case), values.get("flex"), []
+        for name in _RACED:
+            mine = values.get(name)
+            ratios.append(f"{mine / flexs:.2f}" if mine and flexs else "")
         label = f"{about['direction']} d{about['head_dim']} {about['mod']} {about.get('cache', '')}"
-        lines.append([label, *(f"{values[n]:.3g}" if values.get(n) else "" for n in names), ratio])
-    return to_text([["cell", *names, "flashtile / flex"], *lines])
+        lines.append([label, *(f"{values[n]:.3g}" if values.get(n) else "" for n in names), *ratios])
+    return to_text([["cell", *names, *(f"{name} / flex" for name in _RACED)], *lines])
 
 
 def _measure_all(args: argparse.Namespace, session: Session) -> tuple[list[results.Row], int, str]:

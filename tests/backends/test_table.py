@@ -23,7 +23,7 @@ def test_the_table_uses_every_feature() -> None:
     used = {f.name for f in FEATURES if any(f.used(p) for p in problems)}
     regular = {f.name for f in FEATURES if "forward" in f.directions}
     alone = {"unaligned", "origins", "score_mod", "mask_mod", "big_functions", "operand_grad", "block_lists"}
-    alone |= {"odd_block_lists"}
+    alone |= {"odd_block_lists", "fine_block_lists", "big_block_lists"}
     assert used == regular - alone, "caches: tests/kvcache; origins: test_origins.py; functions, lists: tests/mods"
 
 

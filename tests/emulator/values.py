@@ -20,6 +20,7 @@ TORCH_DTYPES: dict[Any, torch.dtype] = {
     tl.int8: torch.int8,
     tl.uint8: torch.uint8,
     tl.int16: torch.int16,
+    tl.uint32: torch.int32,  # the same bits, for what takes them as having no sign
     tl.int32: torch.int32,
     tl.int64: torch.int64,
     tl.float8e4nv: torch.float8_e4m3fn,

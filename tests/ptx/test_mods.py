@@ -21,6 +21,22 @@ CALLS = (
 )
 
 
+LISTS = (
+    (Case("mods", batch=1, seqlen_q=190, seqlen_k=260, heads=1, kv_heads=1, head_dim=64), None, "documents"),
+    (Case("varlen_mods", batch=2, lengths=((70, 130), (150, 20)), heads=2, kv_heads=1, head_dim=128), None, "prefix"),
+    (Case("mods", batch=1, seqlen_q=130, seqlen_k=260, heads=1, kv_heads=1, head_dim=64), "gated", "neighbourhood"),
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(len(LISTS)))
+def test_lists_as_compiled(number: int) -> None:
+    case, score, mask = LISTS[number]
+    call = with_functions(case, score, mask, torch.bfloat16, number, frozen=True, listed=(128, 128))
+    with hopper.on_cpu(Options(seed=number, product_at_wait=number % 2 == 0), 2):
+        judge(call, "hopper")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(len(CALLS)))
 def test_functions_as_compiled(number: int) -> None:

@@ -169,6 +169,7 @@ def traits(problem: Problem, more: tuple[str, ...] = ()) -> dict[str, object]:
         "tree": p.tree,
         "row intervals": p.mask_mod.row_keys,
         "key intervals": p.mask_mod.key_rows,
+        "block lists": p.listed != (),
         "bias": p.bias_dtype is not None,
         "score_mod": p.score_function is not None,
         "mask_mod": p.mask_function is not None,

@@ -50,17 +50,24 @@ def builds(arch: str) -> list[KernelBuild]:
 
 
 def _function_builds() -> list[KernelBuild]:
-    """Users' functions: a table gathered by pair, a slope; masks of documents."""
-    documents, table = library.documents(torch.zeros(64, dtype=torch.int32)), torch.zeros(8, 65)
-    scales = torch.zeros(8)
+    """Users' functions: a table gathered by pair, a slope; masks of documents.
+
+    Of lists of blocks of 128 the band's own, and masks that load by key and by pair, and that divide.
+    """
+    documents, tree = library.documents(torch.zeros(64, dtype=torch.int32)), library.tree([-1, 0, 1, 1])
+    table, image, packed = library.relative(torch.zeros(8, 65)), library.neighbourhood_2d(128, 6), {"varlen": True}
+    causal, lists = (_CAUSAL, ()), (_FULL, (128, 128))
+    calls: list[tuple[int, Any, Any, tuple[Band, tuple[int, ...]], dict[str, Any]]] = [
+        (128, table, documents, causal, packed), (256, library.temperature(torch.zeros(8)), documents, causal, {}),
+        *((dim, None, None, (_CAUSAL, (128, 128)), {}) for dim in (128, 64)),
+        (128, None, documents, lists, {}), (64, None, documents, lists, packed), (256, None, documents, lists, {}),
+        (128, None, tree, lists, packed), (128, None, image, lists, {}), (64, None, image, lists, {}),
+    ]  # fmt: skip
     made: list[KernelBuild] = []
-    for dim, score, mask, more in (
-        (128, library.relative(table), documents, {"varlen": True}),
-        (256, library.temperature(scales), documents, {}),
-    ):
+    for dim, score, mask, (band, listed), more in calls:
         keys = [None if f is None else _key(f, what) for f, what in ((score, "score"), (mask, "mask"))]
-        problem = _problem(dim, _CAUSAL, score_mod=ScoreMod(function=keys[0]), **more)
-        problem = problem.but(mask_mod=replace(problem.mask_mod, function=keys[1]))
+        problem = _problem(dim, band, score_mod=ScoreMod(function=keys[0]), **more)
+        problem = problem.but(mask_mod=replace(problem.mask_mod, function=keys[1], listed=listed))
         made += builds_of(problem, "forward")
         made += builds_of(problem, "backward")[1:2]
     return made
@@ -343,12 +350,15 @@ def _forward_limit(problem: Problem) -> int:
     With ALiBi, bias or mask up to 40 bytes, none of it in loops; 152 at head_dim 160 on Triton 3.9 (2026-11-23). With
     intervals of keys up to 232 in blocks that they cut, with those of rows none, 8 at head_dim 256. A producer that
     gathers spills up to 56 bytes, and at head_dim 96, with boxes of 32 columns of queries, 184; on Triton 3.9 80
-    (2026-11-26). It does so once a tile. With users' functions, in tiles that suit them, up to 56 bytes.
+    (2026-11-26). It does so once a tile. With users' functions, in tiles that suit them, up to 56 bytes. With lists of
+    blocks 8, on Triton 3.9 72.
     """
     from flashtile.backends.hopper.forward.config import gathers
 
     if problem.score_function is not None:
         return 64
+    if problem.listed:
+        return 96 if _is_new_triton() else 16
     if problem.mask_mod.key_rows and not problem.mask_mod.mirrored:
         return 256
     if problem.intervals and problem.head_dim > 128:
@@ -374,10 +384,13 @@ def _backward_limit(problem: Problem) -> int:
     dk, dv and two blocks of scores take 192 of the 240 registers. Measured (2026-11-22), Triton 3.7.1: at most 40 bytes
     up to head_dim 192; at 256 with bias and mask up to 168. Triton 3.9.0: up to 88 at 64, up to 14 instructions of a
     loop; 128 at 128 with a softcap. With intervals of rows up to 112, on 3.9.0 168; with a table gathered by
-    pair, and documents, 208, on 3.9.0 312 (2026-11-26).
+    pair, and documents, 208, on 3.9.0 312; with lists of blocks and what a mask loads in partial ones up to 120, on
+    3.9.0 272 (2026-11-26).
     """
     if problem.score_function is not None:
         return 384
+    if problem.listed:
+        return 288 if _is_new_triton() else 128
     if problem.mask_mod.row_keys and not problem.mask_mod.mirrored:
         return 192
     reads_score_tensors = problem.mask or problem.bias_dtype is not None

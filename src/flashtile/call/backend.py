@@ -69,6 +69,14 @@ def _is_oddly_listed(p: Problem) -> bool:
     return any(block % 16 for block in p.listed)
 
 
+def _is_finely_listed(p: Problem) -> bool:
+    return any(block % 128 for block in p.listed)
+
+
+def _is_big_listed(p: Problem) -> bool:
+    return p.listed != () and max(p.head_dim, p.head_dim_v) > 256
+
+
 def _differ_in_a_group(p: Problem) -> bool:
     return p.mask_mod.by_head and p.group_size > 1
 
@@ -95,16 +103,24 @@ FEATURES: tuple[Feature, ...] = (
         _BUT_QUANTIZED,
     ),
     Feature("key_intervals", "interval masks by columns alone", _has_key_rows, _BUT_QUANTIZED),
-    Feature("head_intervals", "interval masks by head, of grouped heads", _differ_in_a_group, _BUT_QUANTIZED),
+    Feature(
+        "head_intervals", "interval masks or block lists by head, of grouped heads", _differ_in_a_group, _BUT_QUANTIZED
+    ),
     Feature("block_lists", "block lists (create_block_mask, PyTorch's BlockMask)", lambda p: bool(p.listed)),
+    Feature("fine_block_lists", "block lists of blocks that are no multiples of 128", _is_finely_listed),
     Feature("odd_block_lists", "block lists of blocks that are no multiples of 16", _is_oddly_listed),
+    Feature("big_block_lists", "block lists at head_dim past 256", _is_big_listed),
     Feature("bias", "additive attn_bias", lambda p: p.bias_dtype is not None),
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
     Feature("sinks", "sinks", lambda p: p.sinks, DIRECTIONS),
     Feature("dropout", "dropout", lambda p: p.dropout_p > 0),
     Feature("origins", "positions of a longer sequence (context parallel with dropout or ALiBi)", lambda p: p.origins),
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
-    Feature("ordered_intervals", "deterministic=True with interval masks", lambda p: p.deterministic and p.intervals),
+    Feature(
+        "ordered_intervals",
+        "deterministic=True with interval masks or block lists",
+        lambda p: p.deterministic and (p.intervals or p.listed != ()),
+    ),
     Feature(
         "score_mod", "score_mod (a function of the user's)", lambda p: p.score_function is not None, _BUT_QUANTIZED
     ),

@@ -86,7 +86,7 @@ class MaskMod:
         row_keys: Whether each row has an interval of keys.
         key_rows: Whether each key has an interval of rows.
         mirrored: Whether both are one mask, so that either will do.
-        by_head: Whether intervals differ from head to head.
+        by_head: Whether intervals or lists differ from head to head.
         listed: Rows and keys of the blocks that lists say are kept; empty without lists.
         function: The user's, None without one.
     """
@@ -244,7 +244,7 @@ class Problem:
             score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, bias, functions.get("score")),
             mask_mod=MaskMod(
                 o.band, t.attn_mask is not None, False, False, t.row_keys is not None, t.key_rows is not None,
-                o.mirrored, any(x is not None and x.shape[1] > 1 for x in (t.row_keys, t.key_rows)),
+                o.mirrored, any(x is not None and x.shape[1] > 1 for x in (t.row_keys, t.key_rows, t.row_blocks)),
                 o.listed, functions.get("mask"),
             ),
             origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,

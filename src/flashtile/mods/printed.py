@@ -52,6 +52,9 @@ _TEXTS = {
 _POWERS = {2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 4.0: "({0} * {0}) * ({0} * {0})", 0.5: "tl.sqrt({0})",
            -0.5: "tl.rsqrt({0})", -1.0: "1.0 / {0}", -2.0: "1.0 / ({0} * {0})"}  # fmt: skip
 
+# What ``functions.divisor`` returns.
+_PARTS = 5
+
 
 @functools.lru_cache(maxsize=1024)
 def source(text: str) -> str:
@@ -74,6 +77,7 @@ class _Printer:
         levels = graph.levels
         self.fetched = [n for n in needed if graph.nodes[n].op == "load" and levels[n] == 2]
         self.crossing = [self._crossing(needed, ends, level) for level in (0, 1)]
+        self.divisors = sorted({graph.nodes[n].args[1] for n in needed if self._divides_index(graph.nodes[n])})
 
     def _crossing(self, needed: Sequence[int], ends: Sequence[int], level: int) -> list[int]:
         """The nodes of a level that others of a higher one take."""
@@ -81,11 +85,33 @@ class _Printer:
         taken = {x for n in needed if graph.levels[n] > level for x in inputs_of(graph.nodes[n])} | set(ends)
         return [n for n in needed if n in taken and graph.levels[n] == level and not _is_plain(graph.nodes[n])]
 
+    def _divides_index(self, node: Node) -> bool:
+        """Whether a node divides a row or a key, which is not negative, by a number that is the same for a head."""
+        if node.op not in ("floordiv", "rem") or node.kind != "i":
+            return False
+        a, b = (self.graph.nodes[n] for n in node.args)
+        return a.op in ("i", "j") and b.op != "const" and self.graph.levels[node.args[1]] == 0 and not _is_plain(b)
+
+    def _compares_distance(self, node: Node) -> bool:
+        """Whether a node is ``abs(x - y) <= n`` of integers, where n is the same for a head and a pair decides."""
+        if node.op != "le" or self.graph.levels[node.args[1]] > 0 or self.graph.levels[node.args[0]] < 2:
+            return False
+        size = self.graph.nodes[node.args[0]]
+        return size.op == "abs" and size.kind == "i" and self.graph.nodes[size.args[0]].op == "sub"
+
+    def _inputs(self, node: Node) -> tuple[int, ...]:
+        """The nodes that the text of a node takes."""
+        if not self._compares_distance(node):
+            return inputs_of(node)
+        first, second = self.graph.nodes[self.graph.nodes[node.args[0]].args[0]].args
+        ordered = (second, first) if self.graph.levels[first] < self.graph.levels[second] else (first, second)
+        return *ordered, node.args[1]
+
     def source(self) -> str:
         """The module's text."""
         graph, (head, rows) = self.graph, self.crossing
         parts = [
-            self._function("of_head(operands, at)", head, ()),
+            self._function("of_head(operands, at)", head, (), self.divisors),
             self._function("of_rows(operands, head, at)", rows, ("head",)),
             self._function("fetch(operands, head, rows, at)", self.fetched, ("head", "rows")),
         ]
@@ -118,9 +144,13 @@ class _Printer:
         """A value of the score's shape."""
         return self._text(n) if self.graph.levels[n] == 3 else f"functions.filled({self._text(n)}, score)"
 
-    def _function(self, signature: str, results: Sequence[int], given: tuple[str, ...]) -> str:
+    def _function(
+        self, signature: str, results: Sequence[int], given: tuple[str, ...], divisors: Sequence[int] = ()
+    ) -> str:
         body = self._body(results, given)
-        return f"def {signature}:\n{body}    return {_tuple([f'x{n}' for n in results])}\n"
+        body += "".join(f"    d{n} = functions.divisor(x{n})\n" for n in divisors)
+        values = [f"x{n}" for n in results] + [f"d{n}[{part}]" for n in divisors for part in range(_PARTS)]
+        return f"def {signature}:\n{body}    return {_tuple(values)}\n"
 
     def _body(self, results: Sequence[int], given: tuple[str, ...]) -> str:
         """The lines that compute some nodes, from what earlier functions returned."""
@@ -137,7 +167,7 @@ class _Printer:
                 return
             done.add(n)
             if n not in have:
-                for x in inputs_of(node):
+                for x in self._inputs(node):
                     need(x)
             lines.append(f"    x{n} = {have.get(n) or self._expression(node)}\n")
 
@@ -163,6 +193,15 @@ class _Printer:
             text = f"tl.load(operands.tensors[{args[0]}].ptr{offset and f' + ({offset})'})"
             return f"{text} != 0" if kind == "b" else f"tl.cast({text}, {_TYPES[kind]})"
         texts = [self._text(n) for n in args]
+        if self._divides_index(node):
+            start = len(self.crossing[0]) + _PARTS * self.divisors.index(args[1])
+            divisor = ", ".join(f"head[{start + part}]" for part in range(_PARTS))
+            return f"functions.index_{'div' if op == 'floordiv' else 'rem'}({texts[0]}, {divisor})"
+        if self._compares_distance(node):
+            first, second, most = map(self._text, self._inputs(node))
+            if sorted((first, second)) == ["at.i", "at.j"]:
+                first, second = "functions.apart(at)", "0"
+            return f"functions.is_within({first}, {second}, {most})"
         if op == "sub" and sorted(texts) == ["at.i", "at.j"]:
             return f"{'-' * (texts[0] == 'at.j')}functions.apart(at)"
         if op == "cast":

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, dropout, mods, records, scheduler, sequence
+from flashtile.backends.gpu.device import blocks, dropout, functions, mods, records, scheduler, sequence
 from flashtile.backends.gpu.device.mods import Mod
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import interpret
@@ -249,3 +249,30 @@ def test_longest_first() -> None:
     assert out.tolist() == [4, 3, 2, 1, 0]
     _order_kernel[(5,)](out, R=False)
     assert out.tolist() == [0, 1, 2, 3, 4]
+
+
+@triton.jit
+def _divided_kernel(out_ptr, a_ptr, near_ptr, number, N: tl.constexpr):
+    at, n = tl.arange(0, N), tl.cast(number, tl.int32)
+    of_n, a = functions.divisor(n), tl.load(a_ptr + at)
+    tl.store(out_ptr + at, functions.index_div(a, of_n[0], of_n[1], of_n[2], of_n[3], of_n[4]))
+    tl.store(out_ptr + N + at, functions.index_rem(a, of_n[0], of_n[1], of_n[2], of_n[3], of_n[4]))
+    tl.store(out_ptr + 2 * N + at, functions.is_within(a, tl.load(near_ptr + at), n).to(tl.int32))
+
+
+def test_indices_are_divided_and_compared_exactly() -> None:
+    """Around multiples of the divisor, where a multiplier that is one off shows, up to the greatest index."""
+    make, count = torch.Generator().manual_seed(0), 256
+    near_powers = [2**n + more for n in range(1, 30) for more in (-1, 0, 1)]
+    drawn = [int(torch.randint(1, 2 ** (2 + n % 28), (), generator=make)) for n in range(60)]
+    for n in [*near_powers, *drawn, *(-x for x in (1, 2, 3, 7, 128, 1000003))]:
+        size = abs(n)
+        most = 2**30 - 1 - size
+        multiples = torch.randint(0, max(most // size, 1), (count,), generator=make) * size
+        a = (multiples + torch.randint(-1, 2, (count,), generator=make)).clamp(0, most)
+        a[:8], a[8:16] = torch.arange(8).clamp(max=most), most - torch.arange(8).clamp(max=most)
+        near = a + n * torch.randint(-1, 2, (count,), generator=make) + torch.randint(-1, 2, (count,), generator=make)
+        out = torch.empty(3, count, dtype=torch.int32)
+        _divided_kernel[(1,)](out, a.int(), near.int(), n, N=count)
+        want = torch.stack((torch.div(a, n, rounding_mode="floor"), a % n, ((a - near).abs() <= n).long()))
+        assert torch.equal(out.long(), want), n

@@ -33,6 +33,14 @@ FEATURES = Case(
     softcap=3.0, alibi="h", mask="qk", bias="hk", bias_grad=False, sinks=True, lse_grad=True,
 )  # fmt: skip
 BIG = Case("mods", batch=1, seqlen_q=70, seqlen_k=150, heads=1, kv_heads=1, head_dim=320, causal=True)
+LONG = Case("mods", batch=2, seqlen_q=300, seqlen_k=400, heads=2, kv_heads=1, head_dim=64)
+WIDE_LONG = Case("mods", batch=1, seqlen_q=260, seqlen_k=390, heads=2, kv_heads=2, head_dim=128)
+PACKED_LONG = replace(PACKED, lengths=((130, 160), (0, 20), (270, 264), (140, 0)), batch=4)
+LISTS = (
+    (None, "documents", (128, 128)), ("gated", "neighbourhood", (128, 128)), (None, "prefix", (256, 128)),
+    ("distance", "window", (128, 384)), (None, "random_pairs", (128, 128)), (None, None, (128, 128)),
+    (None, "nothing", (128, 128)), (None, "heads_differ", (128, 256)),
+)  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -52,6 +60,34 @@ def test_mask_mods(number: int, case: Case) -> None:
     call = with_functions(case, (None, "squared")[number % 2], list(MASKS)[number], DTYPES[number % 2])
     with on_cpu(number, num_sms=2):
         judge(call, "hopper")
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("case", [LONG, WIDE_LONG, PACKED_LONG, WIDEST, FEATURES], ids=lambda c: f"{c}-{c.head_dim}")
+@pytest.mark.parametrize("number", range(len(LISTS)), ids=lambda n: "-".join(map(str, LISTS[n])))
+def test_lists(number: int, case: Case) -> None:
+    """Of blocks that are one tile or several; odd seeds list each head's, which grouped heads' gradients refuse."""
+    score, mask, listed = LISTS[number]
+    seed = 2 * number + (case.heads == case.kv_heads)
+    call = with_functions(case, score, mask, DTYPES[number % 2], seed, frozen=True, listed=listed)
+    with on_cpu(number, num_sms=2):
+        judge(call if mask != "nothing" else call.wanting(["v"]), "hopper")
+
+
+def test_lists_that_tiles_do_not_divide_are_refused() -> None:
+    for listed, case, direction, reason in (
+        ((64, 128), LONG, "forward", "no multiples of 128"),
+        ((128, 192), LONG, "backward", "no multiples of 128"),
+        ((128, 128), BIG, "forward", "block lists at head_dim past 256"),
+        ((128, 128), replace(LONG, deterministic=True), "backward", "with interval masks or block lists"),
+        ((128, 128), replace(LONG, heads=4), "backward", "block lists by head, of grouped heads"),
+    ):
+        by_head = case.heads == 4
+        call = with_functions(case, None, "heads_differ" if by_head else "causal", torch.float16, 0, listed=listed)
+        problem = call.problem.but(device_type="cuda", compute_capability=(9, 0))
+        (said,) = dispatch.reasons("hopper", problem, direction)
+        assert reason in said
+        assert by_head or direction == "forward" or not dispatch.reasons("portable", problem, direction)
 
 
 @pytest.mark.one_in(3)

@@ -22,8 +22,8 @@ from flashtile.call.problem import DTYPES, Problem, Tensors
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
 _OF_REGULAR = {
     "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "intervals", "row_intervals",
-    "key_intervals", "head_intervals", "ordered_intervals", "block_lists", "odd_block_lists", "score_mod", "mask_mod",
-    "big_functions", "operand_grad",
+    "key_intervals", "head_intervals", "ordered_intervals", "block_lists", "fine_block_lists", "big_block_lists",
+    "odd_block_lists", "score_mod", "mask_mod", "big_functions", "operand_grad",
 }  # fmt: skip
 _CAPABILITIES = Capabilities(
     device_types=("cpu",),

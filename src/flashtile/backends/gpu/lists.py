@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from flashtile.backends.gpu import intervals
 from flashtile.backends.gpu.device.lists import Lists
+from flashtile.backends.gpu.intervals import Masks, Side
 from flashtile.backends.gpu.launch import pointer
 from flashtile.call.problem import Problem, Tensors
 
 
-def lists_of(problem: Problem, t: Tensors, *, over_keys: bool = False) -> Lists | None:
-    """The lists of blocks of rows, or of keys; None without any."""
-    if not problem.listed:
-        return None
+def masks_of(problem: Problem, t: Tensors, side: Side) -> Masks | None:
+    """What a kernel needs of the intervals or the lists of a call; None without them."""
+    if problem.listed:
+        return Masks(None, None, None, _lists_of(problem, t, over_keys=side.over_keys))
+    return intervals.masks_of(problem, t, side) if problem.intervals else None
+
+
+def _lists_of(problem: Problem, t: Tensors, *, over_keys: bool) -> Lists:
+    """The lists of blocks of rows, or of keys."""
     name, items = ("key_blocks", "key_items") if over_keys else ("row_blocks", "row_items")
     bounds, (own, other) = getattr(t, name), problem.listed[:: -1 if over_keys else 1]
     batch, heads, count, _ = bounds.shape

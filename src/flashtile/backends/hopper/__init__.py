@@ -17,7 +17,7 @@ from flashtile.call.problem import Problem, Tensors
 # What every direction has.
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks"})
 _BUT_BIAS_GRAD = _COMMON | {"alibi", "chunk", "mask", "bias", "deterministic", "score_mod", "mask_mod"}
-_INTERVALS = {"intervals", "row_intervals", "key_intervals"}
+_INTERVALS = {"intervals", "row_intervals", "key_intervals", "block_lists"}
 _FORWARD = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16),

@@ -13,10 +13,8 @@ from flashtile.backends.gpu.device import dropout, mods, scheduler
 from flashtile.backends.gpu.device.dropout import Dropout
 from flashtile.backends.gpu.device.mods import Band, Mod, Mods, ScoreTensor
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
-from flashtile.backends.gpu.intervals import Masks, Side
-from flashtile.backends.gpu.intervals import masks_of as interval_masks_of
+from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
-from flashtile.backends.gpu.lists import lists_of
 from flashtile.backends.gpu.records import alibi_of, functions_of, named, rows_of, softcap_of
 from flashtile.backends.portable import config as tables
 from flashtile.backends.portable.config import Config, tile_dims
@@ -79,13 +77,6 @@ def call_of(
         _mods(p, t, bias_sums, pointer(t.sinks, "sinks") if dout is None else None, masks, has_own_slope),
     )  # fmt: skip
     return call, None if dout is None else rows("dout", dout, block_dv)
-
-
-def masks_of(problem: Problem, t: Tensors, side: Side) -> Masks | None:
-    """What a kernel needs of the intervals or the lists of a call; None without them."""
-    if problem.listed:
-        return Masks(None, None, None, lists_of(problem, t, over_keys=side.over_keys))
-    return interval_masks_of(problem, t, side) if problem.intervals else None
 
 
 def sequences_of(problem: Problem, t: Tensors | QuantizedTensors) -> tuple[Sequences, Sequences]:

@@ -160,6 +160,10 @@ def choose(problem: Problem, *, few: bool = False) -> Config:
         return Config(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_of_long=256))
     if block_m == 32 and dim <= 128:
         return Config(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_keys=128))
+    if 32 < hopper_rows(problem) <= 64 < dim <= 128:
+        # 250 bytes of spills cost less than one program a multiprocessor, whose loads stop while it folds.
+        rule = Splitting(fewest_keys=128, most_splits=16)
+        return Config(block_m, 32, 4, 4 + 2 * is_gathered, 2, rule)
     # Registers and shared memory hold one program, or two of 64 rows at head_dim 64, and runs of 2 splits.
     wide = dim <= 128 and 64 < hopper_rows(problem) <= 128
     rule = Splitting(fewest_keys=256 if wide or block_m == 128 else 128, most_splits=16, run=2 if wide else 4)

@@ -55,6 +55,50 @@ def remainder(a, b):
 
 
 @triton.jit
+def divisor(b):
+    """What divides indices by a number, computed once for many: (multiplier, shift, what to add, sign, -|b|).
+
+    The multiplier is the least m with m |b| >= 2^(31 + shift), where 2^shift >= |b|. An estimate in float32 is off by
+    2^11 at most, and one of what that leaves by 1.
+    """
+    size = tl.maximum(tl.abs(b), 1).to(tl.int64)
+    shift = ((size - 1).to(tl.float64).to(tl.int64, bitcast=True) >> 52).to(tl.int32) - 1022
+    shift = tl.where(size == 1, 0, shift)
+    inverse = 1.0 / size.to(tl.float32)
+    whole = tl.cast(1, tl.int64) << (31 + shift).to(tl.int64)
+    m = (inverse * whole.to(tl.float32)).to(tl.int64)
+    left = whole - m * size
+    more = (left.to(tl.float32) * inverse).to(tl.int64)
+    m, left = m + more, left - more * size
+    m = m + (left > 0).to(tl.int64) + (left > size).to(tl.int64) - (left <= -size).to(tl.int64)
+    extra = tl.where(b < 0, 2 * (size - 1), 0)
+    return m.to(tl.uint32), shift, extra.to(tl.int32), tl.where(b < 0, -1, 1), (-size).to(tl.int32)
+
+
+@triton.jit
+def index_div(a, m, shift, extra, sign, minus):
+    """``floor_div`` of an index, which is not negative, by a number b of which ``divisor`` is; a + |b| < 2^30."""
+    return (tl.umulhi((2 * a + extra).to(tl.uint32), m).to(tl.int32) >> shift) * sign
+
+
+@triton.jit
+def index_rem(a, m, shift, extra, sign, minus):
+    """``remainder`` of the same."""
+    return (tl.umulhi((2 * a + extra).to(tl.uint32), m).to(tl.int32) >> shift) * minus + a
+
+
+@triton.jit
+def is_within(first, second, most):
+    """``abs(first - second) <= most`` of integers, in a sum and a comparison where ``most - second`` is known.
+
+    Of numbers without a sign 0 <= x <= 2 n is one comparison; 2^31 less, as here, they are ordered as those with one.
+    """
+    least = -2147483648
+    room = tl.where(most < 0, least, 2 * most + 1 + least)
+    return first + (most - second + least) < room
+
+
+@triton.jit
 def trunc(x):
     """Rounded towards 0."""
     return tl.where(x < 0.0, tl.ceil(x), tl.floor(x))

@@ -14,8 +14,9 @@ from flashtile.backends.gpu.device import scheduler
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.intervals import Masks, Side, bounds_launch, empty_bounds, masks_of, most_bounds
+from flashtile.backends.gpu.intervals import Masks, Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
+from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.gpu.records import operand_names, read_by_mods
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
@@ -39,7 +40,7 @@ _CACHE_BYTES = 25 * 1024 * 1024
 _ROWS = 64
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi",
-    "bias", "mask", "row_keys", "key_rows", "bounds",
+    "bias", "mask", "row_keys", "key_rows", "key_blocks", "key_items", "bounds",
 )  # fmt: skip
 
 
@@ -127,8 +128,8 @@ class BackwardPlan:
             self._steps[sums is not None] = steps
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
-            t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q) if self._bounds else None,
-            *read_by_mods(t),
+            t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, t.key_blocks, t.key_items,
+            empty_bounds(self._bounds, t.q) if self._bounds else None, *read_by_mods(t),
         ))  # fmt: skip
         self._finish(work, sums is not None, dk, dv)
         if t.sinks is not None and wanted.sinks:
@@ -169,7 +170,7 @@ class BackwardPlan:
             dk, dv = sums.dk, sums.dv
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
-            None, None, None, None, None,
+            None, None, None, None, None, None, None,
         ))  # fmt: skip
         return Gradients(dq, dk, dv)
 
@@ -336,7 +337,7 @@ def _call(problem: Problem, t: Tensors, config: Config) -> Call:
         rows_of("k", t.k, (keys, cols), config.block_d, p.varlen),
         rows_of("v", t.v, (keys, cols_v), config.block_dv, p.varlen),
         queries_of(p, t), keys_of(p, t), Heads(p.num_heads_q, p.group_size),
-        backward_mods(p, t, masks_of(p, t, _OF_KEYS) if p.intervals else None),
+        backward_mods(p, t, masks_of(p, t, _OF_KEYS)),
     )  # fmt: skip
 
 
@@ -427,7 +428,7 @@ def _heads_at_once(problem: Problem, config: Config, heads: int, rows_q: int, ro
     """
     p = problem
     gqa_splits, heads = -(-heads // p.num_heads_kv), heads * (1 if p.varlen else p.batch)
-    if p.band.unbounded and not (p.deterministic and config.by_gradient):
+    if p.band.unbounded and not p.listed and not (p.deterministic and config.by_gradient):
         return min(heads, -(-num_sms // 4)) if p.deterministic else 1
     a_head = rows_q * -(-p.group_size // gqa_splits) * config.block_d * (2 * 2 + 4)
     blocks = -(-(min(rows_k, p.seqlen_k) if p.varlen else rows_k) // config.block_n)

@@ -29,6 +29,7 @@ from flashtile.backends.hopper.backward.scheduler import (
     key_rows,
     next_rows,
     next_tile,
+    number_of,
     publish_tile,
     query_heads,
     row_blocks_per_head,
@@ -115,9 +116,11 @@ def producer(channels, grid):
             steps = num_heads * (tile.m_max - tile.m_min)
             for i in range(steps):
                 rows = HeadRows(tile.b, head, tile.start_q, tile.seqlen_q, grid.call.q.PACKED)
+                block, place = number_of(m, tile.seqlen_q, grid)
+                first = block * BLOCK_M
                 full = channels.queries[0].acquire(used, q_bytes + row_bytes)
-                load_boxes(grid.call.q.desc, tiles_at(channels.queries, used), full, rows, m * BLOCK_M, COLS, WIDEST)
-                tma_load(grid.work.rows, [2 * (row_blocks + m), 0], full, channels.rows.index(used % stages))
+                load_boxes(grid.call.q.desc, tiles_at(channels.queries, used), full, rows, first, COLS, WIDEST)
+                tma_load(grid.work.rows, [2 * (row_blocks + place), 0], full, channels.rows.index(used % stages))
                 if i == 0:
                     if keys_first:
                         load_keys(grid.call.k, tile, grid, channels.keys, key_use)
@@ -126,7 +129,7 @@ def producer(channels, grid):
                 full = channels.dout[0].full.index(used % stages)
                 mbarrier.expect(full, BLOCK_M * COLS_V * 2)
                 dout_tiles = tiles_at(channels.dout, used)
-                load_boxes(grid.gradients.dout.desc, dout_tiles, full, rows, m * BLOCK_M, COLS_V, WIDEST)
+                load_boxes(grid.gradients.dout.desc, dout_tiles, full, rows, first, COLS_V, WIDEST)
                 if i == 0:
                     if keys_first:
                         load_keys(grid.call.v, tile, grid, channels.values, key_use)
@@ -153,7 +156,7 @@ class KeyRows:
     """64 keys of a sequence, and which rows keep each of them.
 
     ``first`` and ``last`` are those of each key, as ``from_thread_column`` counts them. Rows from ``clear_from`` on and
-    before ``clear_to`` keep all 64.
+    before ``clear_to`` keep all 64. Of a head's list the last ``num_full`` row blocks are full.
     """
 
     b: gl.tensor
@@ -165,6 +168,7 @@ class KeyRows:
     last: gl.tensor
     clear_from: gl.tensor
     clear_to: gl.tensor
+    num_full: gl.tensor
 
 
 @gluon.jit
@@ -178,11 +182,14 @@ def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
     if grid.call.mods.band.bounds is not None:
         _, _, all_start, all_stop = bounds_of(b, records.get(tiles, "head"), key, grid, 1)
         cleared = (all_start, all_stop)
-    return kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, like, grid)
+    num_full = gl.to_tensor(0)
+    if grid.call.mods.band.lists is not None:
+        num_full = records.get(tiles, "m_max") - records.get(tiles, "m_partial_max")
+    return kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, num_full, like, grid)
 
 
 @gluon.jit
-def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, like, grid):
+def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, num_full, like, grid):
     """The ``KeyRows`` of 64 keys, whose intervals say that rows from ``cleared[0]`` on and before [1] keep them all."""
     keys = key + gl.arange(0, PART_KEYS, gl.SliceLayout(1, like.type.layout))
     shift = seqlen_k - seqlen_q
@@ -198,18 +205,21 @@ def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, like, grid):
         start, end = intervals.ends_of(grid.call.mods.band.key_rows, b, head, keys, exists)
         first, last = gl.maximum(first, start), gl.minimum(last, end - 1)
     first, last = from_thread_column(first, like), from_thread_column(last, like)
-    return KeyRows(b, head, key, seqlen_q, seqlen_k, first, last, clear_from, clear_to)
+    return KeyRows(b, head, key, seqlen_q, seqlen_k, first, last, clear_from, clear_to, num_full)
 
 
 @gluon.jit
 def pairs_of(kept, rows, like, grid):
     """Where the block of 64 keys by a ``RowBlock`` lies, of the layout of ``like``."""
     read = ()
-    if functions.has_score_mod(grid.call.mods.SCORES) or functions.has_mask_mod(grid.call.mods.MASKS):
+    if functions.reads(grid.call.mods.SCORES, grid.call.mods.MASKS, grid.call.mods.band.lists):
         across = gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))[None, :]
         read = functions.of_tile(grid.call.mods, kept.b, kept.head + rows.head, rows.start + across)
     head = kept.head + rows.head
-    return Pairs(kept.b, head, rows.start, kept.key, kept.seqlen_q, kept.seqlen_k, True, 0, True, 0, 0, read)
+    is_partial = rows.remaining > kept.num_full
+    return Pairs(
+        kept.b, head, rows.start, kept.key, kept.seqlen_q, kept.seqlen_k, True, 0, True, 0, 0, read, is_partial
+    )
 
 
 @gluon.jit
@@ -218,13 +228,16 @@ def is_cut(start, kept, grid):
     cut = start < kept.clear_from
     if grid.call.mods.band.left is not None or grid.call.mods.band.bounds is not None:
         cut = cut | (start + grid.tiles.BLOCK_M > kept.clear_to)
+    if grid.call.mods.band.lists is not None:
+        cut = cut | (start >= kept.seqlen_q)
     return cut
 
 
 @gluon.jit
 def keep_rows(x, pairs, kept, grid):
     """What a block [64, block_m] is, 0 where a row does not keep a key."""
-    HAS_LAST: gl.constexpr = grid.call.mods.band.left is not None or grid.call.mods.band.key_rows is not None
+    IS_GIVEN: gl.constexpr = grid.call.mods.band.key_rows is not None or grid.call.mods.band.lists is not None
+    HAS_LAST: gl.constexpr = grid.call.mods.band.left is not None or IS_GIVEN
     x = keep_columns(x, kept.first - pairs.row, kept.last - pairs.row, 0.0, True, HAS_LAST)
     if grid.call.mods.band.row_keys is not None:
         x = keep_intervals(x, grid.call.mods.band.row_keys, pairs, grid.call.keys.count, pairs.row, pairs.key, 0.0)

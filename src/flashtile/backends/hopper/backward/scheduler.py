@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device import blocks, intervals, scheduler, sequence
+from flashtile.backends.gpu.device import blocks, intervals, lists, scheduler, sequence
 from flashtile.backends.hopper.backward.config import Config
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows
@@ -129,7 +129,10 @@ def query_heads(head, grid):
 
 @aggregate
 class KeyTile:
-    """One tile: keys of one head of one sequence, from ``key`` on, and the row blocks that see them."""
+    """One tile: keys of one head of one sequence, from ``key`` on, and the row blocks that see them.
+
+    With lists these are at positions in one, and the mask's function decides about those before ``m_partial_max``.
+    """
 
     is_end: gl.tensor
     b: gl.tensor
@@ -141,6 +144,7 @@ class KeyTile:
     seqlen_k: gl.tensor
     m_min: gl.tensor
     m_max: gl.tensor
+    m_partial_max: gl.tensor
 
 
 @gluon.jit
@@ -198,12 +202,40 @@ def next_tile(grid):
         seqlen_q = gl.where(b < grid.call.keys.count, seqlen_q, 0)
     key = block * grid.tiles.KEYS
     last = gl.minimum(key + grid.tiles.KEYS, seqlen_k) - 1
-    m_min, m_max = row_blocks_of(key, last, seqlen_q, seqlen_k, grid.call.mods.band, grid.tiles.BLOCK_M)
+    m_partial_max = gl.to_tensor(0)
+    if grid.call.mods.band.lists is not None:
+        m_min, m_partial_max, m_max = listed_rows(b, head, key, is_end, grid)
+    else:
+        m_min, m_max = row_blocks_of(key, last, seqlen_q, seqlen_k, grid.call.mods.band, grid.tiles.BLOCK_M)
     if grid.call.mods.band.bounds is not None:
         inner = bounds_of(b, head, key, grid, grid.tiles.KEYS // BOUNDS_BLOCK)
         m_min, _, _, m_max = intervals.narrowed(m_min, m_min, m_max, m_max, inner, grid.tiles.BLOCK_M)
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
-    return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max)
+    return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max, m_partial_max)
+
+
+@gluon.jit
+def listed_rows(b, head, key, is_end, grid):
+    """(m_min, m_partial_max, m_max): positions of the row blocks that the list of keys from ``key`` on has."""
+    SPLIT: gl.constexpr = grid.call.mods.band.lists.OTHER // grid.tiles.BLOCK_M
+    first, _ = query_heads(head, grid)
+    exists = (b < grid.call.keys.count) & ~is_end
+    start, full_start, stop = lists.bounds_of(grid.call.mods.band.lists, b, first, key, exists)
+    return start * SPLIT, full_start * SPLIT, stop * SPLIT
+
+
+@gluon.jit
+def number_of(position, seqlen_q, grid):
+    """(number, place) of a head's row block at a position of a tile's way: in the sequence, and in the workspace.
+
+    A list may have blocks past the sequence's end, to whose rows no pair is left: they get the place of the last one.
+    """
+    if grid.call.mods.band.lists is not None:
+        BLOCK: gl.constexpr = grid.tiles.BLOCK_M
+        number = lists.number_of(position, grid.call.mods.band.lists, BLOCK)
+        return number, gl.maximum(gl.minimum(number, (seqlen_q + BLOCK - 1) // BLOCK - 1), 0)
+    else:
+        return position, position
 
 
 @gluon.jit
@@ -253,8 +285,8 @@ def key_blocks_of(first, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
 
 
 # What the producer tells the consumers of a tile. is_tile is 0 after the last one; row_block is where the workspace has
-# the first row block that the tile visits.
-FIELDS = gl.constexpr("is_tile m_min m_max key head sequence start_k seqlen_q seqlen_k row_block")
+# the first row block that the tile visits, with lists the sequence's.
+FIELDS = gl.constexpr("is_tile m_min m_max key head sequence start_k seqlen_q seqlen_k row_block m_partial_max")
 RECORD_SIZE = gl.constexpr(16)
 
 
@@ -271,7 +303,12 @@ def publish_tile(records, use, tile, grid):
     record = gl.where(slot == slot_of(FIELDS, "start_k"), tile.start_k, record)
     record = gl.where(slot == slot_of(FIELDS, "seqlen_q"), tile.seqlen_q, record)
     record = gl.where(slot == slot_of(FIELDS, "seqlen_k"), tile.seqlen_k, record)
-    record = gl.where(slot == slot_of(FIELDS, "row_block"), first_row_block(tile, grid) + tile.m_min, record)
+    row_block = first_row_block(tile, grid)
+    if grid.call.mods.band.lists is None:
+        row_block += tile.m_min
+    else:
+        record = gl.where(slot == slot_of(FIELDS, "m_partial_max"), tile.m_partial_max, record)
+    record = gl.where(slot == slot_of(FIELDS, "row_block"), row_block, record)
     records.ring.at(use).store(record)
     records.ring.publish(use)
 
@@ -316,11 +353,22 @@ class RowBlock:
 
 @gluon.jit
 def first_rows(records, tiles, grid):
-    """The first ``RowBlock`` of a tile."""
-    m_min = records.get(tiles, "m_min")
-    return RowBlock(
-        m_min * grid.tiles.BLOCK_M, gl.to_tensor(0), records.get(tiles, "row_block"), steps_of_a_head(records, tiles)
-    )
+    """The first ``RowBlock`` of a tile, if it visits any."""
+    steps, m_min = steps_of_a_head(records, tiles), records.get(tiles, "m_min")
+    if grid.call.mods.band.lists is not None:
+        return listed_row_block(gl.to_tensor(0), steps, records, tiles, grid)
+    else:
+        first = records.get(tiles, "row_block")
+        return RowBlock(m_min * grid.tiles.BLOCK_M, gl.to_tensor(0), first, steps)
+
+
+@gluon.jit
+def listed_row_block(head, remaining, records, tiles, grid):
+    """The ``RowBlock`` of a tile with ``remaining`` to go of its head's list; any of an empty one."""
+    position = gl.where(remaining > 0, records.get(tiles, "m_max") - remaining, 0)
+    number, place = number_of(position, records.get(tiles, "seqlen_q"), grid)
+    block = records.get(tiles, "row_block") + head * row_blocks_per_head(grid) + place
+    return RowBlock(number * grid.tiles.BLOCK_M, head, block, remaining)
 
 
 @gluon.jit
@@ -331,16 +379,21 @@ def steps_of_a_head(records, tiles):
 
 @gluon.jit
 def next_rows(rows, records, tiles, grid):
-    """The next ``RowBlock``: after a head's last one comes the lowest of the next head that shares the keys."""
-    start, head = rows.start + grid.tiles.BLOCK_M, rows.head
-    block = rows.block + 1
-    remaining = rows.remaining - 1
-    if remaining == 0:
-        remaining = steps_of_a_head(records, tiles)
-        start -= remaining * grid.tiles.BLOCK_M
-        head += 1
-        block += row_blocks_per_head(grid) - remaining
-    return RowBlock(start, head, block, remaining)
+    """The next ``RowBlock``: after a head's last one comes the first of the next head that shares the keys."""
+    if grid.call.mods.band.lists is not None:
+        is_last = rows.remaining == 1
+        remaining = gl.where(is_last, steps_of_a_head(records, tiles), rows.remaining - 1)
+        return listed_row_block(rows.head + gl.where(is_last, 1, 0), remaining, records, tiles, grid)
+    else:
+        start, head = rows.start + grid.tiles.BLOCK_M, rows.head
+        block = rows.block + 1
+        remaining = rows.remaining - 1
+        if remaining == 0:
+            remaining = steps_of_a_head(records, tiles)
+            start -= remaining * grid.tiles.BLOCK_M
+            head += 1
+            block += row_blocks_per_head(grid) - remaining
+        return RowBlock(start, head, block, remaining)
 
 
 @gluon.jit

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.gpu.intervals import bounds_launch, masks_of
+from flashtile.backends.gpu.intervals import bounds_launch
 from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.big_heads import config as configs
 from flashtile.backends.hopper.big_heads.config import Config
@@ -50,10 +51,9 @@ def big_heads_launch(problem: Problem, tensors: Tensors, config: Config, *, is_j
         shape = (*t.q.shape[:-1], p.head_dim_v)
         out_map = tensor_maps.contiguous_map("out", t.q.dtype, shape, c.strip, _BOX, p.varlen)
     rows = rows_of(q_map, c.block_d), rows_of(k_map, c.block_d), rows_of(v_map, c.block_dv)
-    masks = masks_of(p, t, OF_ROWS) if p.intervals else None
     equal_lengths = p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k)
     arguments = {
-        "call": call_of(p, t, rows, keys_of(p, t), mods_of(p, t, None, None, masks)),
+        "call": call_of(p, t, rows, keys_of(p, t), mods_of(p, t, None, None, masks_of(p, t, OF_ROWS))),
         "output": output_of(p, out_map, c.block_dv, is_joined),
         "schedule": schedule_of(p, c, meets_edges(p, c, equal_lengths)),
         "columns": Columns(c.left, c.chunk, c.key_chunks, c.prob_stages),

@@ -176,7 +176,7 @@ def scorer(rings, call, output, schedule, columns, mod):
     loop = rising(open_tile(records, tiles, call, schedule, rows, zeros, mod, 0))
     while loop.is_tile:
         n_block = loop.n_block
-        pairs = block_pairs(records, tiles, used, loop, n_block, call, schedule, True, 0)
+        pairs = block_pairs(records, tiles, used, loop, n_block, n_block, call, schedule, True, 0)
         rings.queries.wait(tiles)
         s = start_chunks(rings, tiles, used, zeros)
         fetched = mod.fetch(pairs, zeros, call.mods)
@@ -190,14 +190,14 @@ def scorer(rings, call, output, schedule, columns, mod):
         while n_block < loop.n_block_min:
             n_block += 1
             edge = is_edge(loop, n_block, call)
-            pairs = block_pairs(records, tiles, used + 1, loop, n_block, call, schedule, True, 0)
+            pairs = block_pairs(records, tiles, used + 1, loop, n_block, n_block, call, schedule, True, 0)
             s = start_chunks(rings, tiles, used + 1, zeros)
             accs = rescale_rows(accs, factor)
             rings.left[0].wait(used)
             accs = add_products(probs, rings.left, used, accs)
             fetched = mod.fetch(pairs, zeros, call.mods)
             s = finish_chunks(s, rings, used + 1, len(accs))
-            s, shift = shape_scores(s, mod, pairs, fetched, call, schedule, loop, n_block, edge, True)
+            s, shift = shape_scores(s, mod, pairs, fetched, call, loop, edge, True)
             row_max, finite_max, factor = softmax.raise_max(row_max, row_tops(s, row_max, mod.scale_log2, shift), True)
             e = exponentials(s, mod.scale_log2, finite_max, shift)
             p = e.to(like.dtype)
@@ -234,7 +234,7 @@ def rising(loop):
     """The same blocks from the first to the last: ``n_block`` and ``n_block_min`` change places."""
     return KeyLoop(
         loop.is_tile, loop.n_block_min, loop.n_block, loop.n_full_min, loop.n_full_max, loop.skipped, loop.first_keys,
-        loop.last_keys, loop.slope, loop.read,
+        loop.last_keys, loop.slope, loop.read, loop.n_partial_max,
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 A score mod is the first of the scores' transforms, a mask mod the last of the masks. What they read of a head and of
 rows is read once a tile where a tile has the same rows for all of its blocks, as the forward's do; what they load by
-key or pair, while the block's product runs.
+key or pair, while the block's product runs. But with lists a mask mod reads and loads in partial blocks alone, when
+it is asked.
 """
 
 # ruff: noqa: RET505, RUF005 - Triton compiles what stands after a return, decided or not; for tuples see fetch.
@@ -22,6 +23,12 @@ def has_score_mod(names):
 def has_mask_mod(names):
     """Whether a mask mod is among ``Mods.MASKS``."""
     return "mask_mod" in names.split()
+
+
+@gluon.constexpr_function
+def reads(scores, masks, lists):
+    """Whether what some function reads is read before it is asked."""
+    return has_score_mod(scores) or (has_mask_mod(masks) and lists is None)
 
 
 @gluon.jit
@@ -83,7 +90,7 @@ def of_tile(mods, b, h, i):
     if has_score_mod(mods.SCORES):
         read = read + (_of_tile(mods.scores[0], At(b, h, i, i, None, None, None, ())),)
     LAST: gl.constexpr = count(mods.MASKS) - 1
-    if has_mask_mod(mods.MASKS):
+    if has_mask_mod(mods.MASKS) and mods.band.lists is None:
         read = read + (_of_tile(mods.masks[LAST], At(b, h, i, i, None, None, None, ())),)
     return read
 
@@ -105,7 +112,7 @@ def fetch(mods, pairs, x):
     if has_score_mod(mods.SCORES):
         fetched = fetched + (_fetch(mods.scores[0], pairs.read[0], pairs, x),)
     LAST: gl.constexpr = count(mods.MASKS) - 1
-    if has_mask_mod(mods.MASKS):
+    if has_mask_mod(mods.MASKS) and mods.band.lists is None:
         fetched = fetched + (_fetch(mods.masks[LAST], pairs.read[len(pairs.read) - 1], pairs, x),)
     return fetched
 
@@ -131,7 +138,21 @@ def linear(s, mods, pairs, fetched):
 
 @gluon.jit
 def select(x, mods, pairs, fetched, fill):
-    """The block, ``fill`` where the mask mod drops a pair."""
-    LAST: gl.constexpr = count(mods.MASKS) - 1
-    head, rows = pairs.read[len(pairs.read) - 1]
-    return mods.masks[LAST].function(x, fetched, mods.masks[LAST].operands, head, rows, at_pairs(pairs, x), fill)
+    """The block, ``fill`` where the mask mod, if there is one, drops a pair; fetched: what it loads is the last."""
+    if has_mask_mod(mods.MASKS):
+        LAST: gl.constexpr = count(mods.MASKS) - 1
+        if mods.band.lists is None:
+            of_mask = fetched[len(fetched) - 1]
+            x = _select(x, mods.masks[LAST], of_mask, pairs.read[len(pairs.read) - 1], pairs, fill)
+        else:
+            if pairs.is_partial:
+                i, _ = positions(pairs, x)
+                read = _of_tile(mods.masks[LAST], At(pairs.b, pairs.head, i, i, None, None, None, ()))
+                of_mask = _fetch(mods.masks[LAST], read, pairs, x)
+                x = _select(x, mods.masks[LAST], of_mask, read, pairs, fill)
+    return x
+
+
+@gluon.jit
+def _select(x, mod, fetched, read, pairs, fill):
+    return mod.function(x, fetched, mod.operands, read[0], read[1], at_pairs(pairs, x), fill)

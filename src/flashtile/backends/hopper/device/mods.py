@@ -47,6 +47,7 @@ class Pairs:
         warpgroup: The one that computes it.
         slope: ALiBi's.
         read: ``functions.of_tile``.
+        is_partial: Whether the mask's function is to decide about the block.
     """
 
     b: gl.tensor
@@ -61,6 +62,7 @@ class Pairs:
     warpgroup: gl.constexpr
     slope: gl.tensor | gl.constexpr
     read: gl.tuple
+    is_partial: gl.tensor | gl.constexpr
 
     @gluon.jit
     def distances(self, x):
@@ -369,9 +371,7 @@ class Transforms:
         """The block, ``fill`` where a mask is False."""
         for i in gl.static_range(len(self.masks)):
             x = self.masks[i].select(x, fetched[len(self.terms) + i], fill)
-        if functions.has_mask_mod(mods.MASKS):
-            x = functions.select(x, mods, pairs, fetched[len(fetched) - 1], fill)
-        return x
+        return functions.select(x, mods, pairs, fetched, fill)
 
 
 @gluon.jit

@@ -253,7 +253,7 @@ def strip_and_cost(problem: Problem, config: Any, rows: int) -> tuple[int, float
 
     alone = rows_of(1, 1) * group
     by_head = problem.mask or problem.bias_dtype is not None or problem.alibi or problem.intervals
-    by_head = by_head or problem.score_function is not None or problem.mask_function is not None
+    by_head = by_head or problem.score_function is not None or problem.mask_function is not None or problem.listed != ()
     # Positions times heads are counted in 32 bits, and a float32 output leaves from registers, row by row.
     is_far = (rows + problem.batch * config.block_m) * group >= 2**30
     if group == 1 or by_head or is_far or problem.out_dtype == torch.float32:
@@ -295,7 +295,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     config = TWO_WARPGROUPS[dims]
     bias_bytes = 0 if problem.bias_dtype is None else problem.bias_dtype.itemsize
     takes_more = has_slope(problem) or is_dear(problem) or (problem.softcap > 0 and problem.score_function is not None)
-    if takes_more:
+    if takes_more or (problem.listed and dims == (128, 128) and _loads_by_key(problem.mask_function)):
         config = _variant(two_warpgroups(*dims, 64), pingpong=config.pingpong)
     if problem.mask or bias_bytes:
         # Their elements take registers: one of them leaves room for 128 keys a block, both for 64.
@@ -304,13 +304,13 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         pingpong = dims == (256, 256) and score_bytes[0] >= bias_bytes > 0
         config = _variant(two_warpgroups(*dims, block_n, score_bytes), pingpong=pingpong)
     is_causal, has_left = problem.band.right is not None, problem.band.left is not None or problem.intervals
-    is_short = problem.seqlen_q <= SHORT
-    ways = []
+    is_listed, is_short, ways = problem.listed != (), problem.seqlen_q <= SHORT, []
     if dims == (64, 64):
         # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
         # A bias leaves them room for one buffer; two warpgroups with two buffers take less time.
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
-        wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128
+        # No list is of blocks of its 192 rows.
+        wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128 or is_listed
         wide = wide or (widens(problem) and 3 not in WIDENING) or problem.score_function is not None
         # Four warps that gather leave three warpgroups fewer still.
         if not (wide or (gathers(problem) and gather_warps(dims) == 4)):
@@ -333,7 +333,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         is_fixed = has_left or problem.softcap > 0
     else:
         # Long causal tiles of wide rows are few and uneven: a static order balances them better.
-        is_fixed = is_causal and not is_short and not has_left and dims != (64, 64) and not problem.keys.used
+        is_fixed = is_causal and not (is_short or has_left or is_listed) and dims != (64, 64) and not problem.keys.used
     if not is_fixed:
         # A tile found ahead is one that no idle program can take. But the shortest take less time than finding one.
         # Packed tiles over a cache are found when a producer asks.
@@ -367,16 +367,29 @@ _DEAR = {"floordiv", "rem", "fmod", "pow", "exp", "log", "log2", "log1p", "sin",
 
 
 def is_dear(problem: Problem) -> bool:
-    """Whether users' functions load something for each pair or compute much for it, or twice for each key."""
+    """Whether users' functions load something for each pair or compute much for it, or twice for each key.
+
+    With lists a mask's loads are of partial blocks alone, and blocks of fewer keys cost the others more.
+    """
     of_keys = 0
     for graph in [key.graph for key in (problem.score_function, problem.mask_function) if key is not None]:
         for n, node in enumerate(graph.nodes):
             if node.op == "load" or node.op in _DEAR:
                 inputs = {graph.nodes[x].op for x in graph.needed([n])}
-                if {"i", "j"} <= inputs:
+                is_rare = node.op == "load" and graph.what == "mask" and problem.listed != ()
+                if {"i", "j"} <= inputs and not is_rare:
                     return True
                 of_keys += node.op != "load" and "j" in inputs
     return of_keys > 1
+
+
+def _loads_by_key(function: Any) -> bool:
+    """Whether a user's mask loads what keys alone decide, as that of documents: 128 a block take registers."""
+    if function is None:
+        return False
+    graph = function.graph
+    inputs = [{graph.nodes[x].op for x in graph.needed([n])} for n, each in enumerate(graph.nodes) if each.op == "load"]
+    return any("j" in each and "i" not in each for each in inputs)
 
 
 # Whether the forward takes calls over 8-bit caches; else ``gpu.decode`` has them.

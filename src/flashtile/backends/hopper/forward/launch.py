@@ -12,8 +12,9 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import Rows
 from flashtile.backends.gpu.device.scheduler import num_packed_tiles
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, masks_of, most_bounds
+from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, TensorMap
+from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.gpu.records import operand_names, read_by_mods
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache
@@ -28,7 +29,7 @@ from flashtile.core.states import Partial
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "sinks", "cu_seqlens_q", "cu_seqlens_k", "counter", "alibi", "bias", "mask",
-    "partial_out", "partial_lse", "row_keys", "key_rows", "bounds",
+    "partial_out", "partial_lse", "row_keys", "key_rows", "row_blocks", "row_items", "bounds",
 )  # fmt: skip
 _NO_PARTIAL: tuple[Tensor | None, Tensor | None] = (None, None)
 
@@ -84,8 +85,8 @@ class ForwardPlan:
             steps, parts = self._joining, (partial.out, partial.lse)
         run(steps, (
             t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, tile_counter, t.alibi_slopes, t.attn_bias,
-            t.attn_mask, *parts, t.row_keys, t.key_rows, empty_bounds(self._bounds, t.q) if self._bounds else None,
-            *read_by_mods(t),
+            t.attn_mask, *parts, t.row_keys, t.key_rows, t.row_blocks, t.row_items,
+            empty_bounds(self._bounds, t.q) if self._bounds else None, *read_by_mods(t),
         ))  # fmt: skip
         return out, lse
 
@@ -147,11 +148,9 @@ def forward_launch(
         tensor_maps.score_map(each, config.block_m, config.block_n) if config.score_stages else None
         for each in (t.attn_bias, t.attn_mask)
     )
-    masks = masks_of(p, t, OF_ROWS) if p.intervals else None
+    mods = mods_of(p, t, bias_map, mask_map, masks_of(p, t, OF_ROWS))
     arguments = {
-        "call": call_of(
-            p, t, (rows_of(q_map, config.block_d), k, v), keys_of(p, t, cache), mods_of(p, t, bias_map, mask_map, masks)
-        ),
+        "call": call_of(p, t, (rows_of(q_map, config.block_d), k, v), keys_of(p, t, cache), mods),
         "output": output_of(p, out_map, config.block_dv, is_joined),
         "schedule": schedule_of(p, config, has_edges, "counter" if cache is None else "counters"),
     }
@@ -199,8 +198,10 @@ def meets_edges(problem: Problem, config: Any, equal_lengths: bool) -> bool:
         equal_lengths: Whether every packed sequence has as many queries as keys.
     """
     left, right = problem.band.left, problem.band.right
-    if left is not None or right is None or problem.intervals:
-        return left is not None or problem.intervals
+    # Only the device knows where masks of blocks and rows have edges.
+    is_given = problem.intervals or problem.listed != ()
+    if left is not None or right is None or is_given:
+        return left is not None or is_given
     if config.pack_gqa and problem.group_size & (problem.group_size - 1):
         return True
     if problem.varlen:

@@ -25,6 +25,7 @@ from flashtile.backends.hopper.forward.scheduler import (
     key_rows,
     lse_offset,
     next_tile,
+    number_of,
     publish_tile,
     queries_of,
     query_rows,
@@ -82,13 +83,13 @@ def producer(channels, score_tiles, call, schedule):
         load_block(call.k, channels.keys, used, records, tiles, n_block, call, schedule)
         if schedule.OVERLAP:
             load_last_values(channels, used - 1, tiles - 1, call, schedule)
-        load_score_tiles(score_tiles, records, tiles, used, n_block, schedule)
+        load_score_tiles(score_tiles, records, tiles, used, n_block, call, schedule)
         records.ask(tiles, n_block - n_block_min <= _AHEAD)
         while n_block > n_block_min:
             n_block -= 1
             load_block(call.k, channels.keys, used + 1, records, tiles, n_block, call, schedule)
             load_values(channels, used, tiles, n_block + 1, call, schedule)
-            load_score_tiles(score_tiles, records, tiles, used + 1, n_block, schedule)
+            load_score_tiles(score_tiles, records, tiles, used + 1, n_block, call, schedule)
             records.ask(tiles, n_block - n_block_min == _AHEAD)
             used += 1
         if not schedule.OVERLAP:
@@ -134,6 +135,7 @@ def load_values(channels, use, tiles, n_block, call, schedule):
 @gluon.jit
 def load_block(operand, rings, use, records, tiles, n_block, call, schedule):
     """Starts the load of a block of a tile's keys or values, ``operand``."""
+    n_block = number_of(n_block, call, schedule)
     if schedule.GATHER_WARPS > 0:
         gather_block(operand, rings, use, records, tiles, n_block, call, schedule)
     elif not call.keys.CACHED:
@@ -145,11 +147,13 @@ def load_block(operand, rings, use, records, tiles, n_block, call, schedule):
 
 
 @gluon.jit
-def load_score_tiles(score_tiles, records, tiles, use, n_block, schedule):
+def load_score_tiles(score_tiles, records, tiles, use, n_block, call, schedule):
     """Starts the loads of the bias and the mask of a tile's rows and a block of keys."""
+    if len(score_tiles) > 0:
+        key = number_of(n_block, call, schedule) * schedule.BLOCK_N
     for i in gl.static_range(len(score_tiles)):
         b, head, row = records.get(tiles, "sequence"), records.get(tiles, "head"), records.get(tiles, "row")
-        score_tiles[i].start(b, head, row, n_block * schedule.BLOCK_N, use)
+        score_tiles[i].start(b, head, row, key, use)
 
 
 @gluon.jit

@@ -5,7 +5,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device import blocks, intervals, mods, scheduler, sequence
+from flashtile.backends.gpu.device import blocks, intervals, lists, mods, scheduler, sequence
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows, also
 from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
@@ -13,9 +13,11 @@ from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
 # Rows that share a scale, of 8-bit tensors.
 SCALE_ROWS = gl.constexpr(128)
 
-
 # Rows for which there are bounds of intervals.
 BOUNDS_BLOCK = gl.constexpr(64)
+# The position of the one block of a tile whose list is empty, and a key past all others, where that block begins.
+NOWHERE = gl.constexpr(2**30)
+_LAST_KEY = gl.constexpr(2**28)
 
 
 @gluon.constexpr_function
@@ -98,6 +100,8 @@ def _place(step, call, schedule):
     if schedule.PACK_GQA:
         own_heads, packed = call.heads.num_q // call.heads.group_size, call.heads.group_size
     SPARE: gl.constexpr = schedule.STRIP - 1 if schedule.PACK_GQA else 0
+    # Of lists nothing is known, but most are of causal masks.
+    UNEVEN: gl.constexpr = call.mods.band.right is not None or call.mods.band.lists is not None
     if call.q.PACKED:
         num_tiles = scheduler.first_packed_tile(call.queries.length, call.queries.count + 1, rows, packed, SPARE)
         place, is_end = _deal(step, num_tiles * own_heads, schedule.counter)
@@ -106,7 +110,7 @@ def _place(step, call, schedule):
         head = place - index * own_heads
         if call.keys.CACHED:
             index = _by_turns(index, num_tiles, call)
-        index = scheduler.longest_first(index, num_tiles, call.mods.band.right is not None)
+        index = scheduler.longest_first(index, num_tiles, UNEVEN)
         b, block = scheduler.packed_tile(call.queries.cu_seqlens, call.queries.count, index, rows, packed, SPARE)
         _, length = sequence.sequence(call.queries.cu_seqlens, b, call.queries.count, call.queries.length, True)
         is_tile = block * rows < num_rows(length, call, schedule)
@@ -122,14 +126,14 @@ def _place(step, call, schedule):
         else:
             place, is_end = _deal(step, num_blocks * num_heads, schedule.counter)
             is_tile = step >= 0
-            if call.mods.band.right is not None:
+            if UNEVEN:
                 span = gl.maximum(schedule.CACHED_ROWS // call.keys.length, 1) * (call.heads.group_size // packed)
                 block, head = scheduler.longest_first_by_spans(place, num_blocks, num_heads, span)
             else:
                 head = place // num_blocks
                 block = place - head * num_blocks
         b = head // own_heads
-        if call.mods.band.right is None:
+        if not UNEVEN:
             # As place >= num_places, without a product that the compiler would hoist above warp_specialize.
             is_end = b >= call.queries.count
         return block, b, (head - b * own_heads) * packed, is_tile, is_end
@@ -227,6 +231,34 @@ def right_of(b, call):
 
 
 @gluon.jit
+def listed_blocks(tile, call, schedule):
+    """(n_block_min, n_partial_max, n_block_max) of a tile whose list says what it loads, as positions in it.
+
+    The mask's function decides about blocks before n_partial_max.
+    """
+    SPLIT: gl.constexpr = call.mods.band.lists.OTHER // schedule.BLOCK_N
+    exists = (tile.b < call.queries.count) & (tile.row >= 0)
+    start, full_start, stop = lists.bounds_of(call.mods.band.lists, tile.b, tile.head, tile.row, exists)
+    is_empty = start >= stop
+    n_block_min = gl.where(is_empty, NOWHERE, start * SPLIT)
+    return n_block_min, full_start * SPLIT, gl.where(is_empty, NOWHERE + 1, stop * SPLIT)
+
+
+@gluon.jit
+def number_of(n_block, call, schedule):
+    """The number of the block of keys at a position of a tile's way: of a list, or of all blocks.
+
+    After the last tile the position is -1.
+    """
+    if call.mods.band.lists is not None:
+        is_listed = (n_block >= 0) & (n_block < NOWHERE)
+        number = lists.number_of(gl.where(is_listed, n_block, 0), call.mods.band.lists, schedule.BLOCK_N)
+        return gl.where(is_listed, number, _LAST_KEY // schedule.BLOCK_N)
+    else:
+        return n_block
+
+
+@gluon.jit
 def key_blocks(tile, call, schedule):
     """The key blocks [n_block_min, n_block_max) that a tile loads: at least one.
 
@@ -263,21 +295,25 @@ def warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, call, schedule):
     return n_full_min, n_full_max, skipped
 
 
-# What the scheduler tells the other roles of a tile. n_block_max is 0 after the last tile; start_k is the entry of a
+# What the scheduler tells the other roles of a tile. n_block_max is 0 after the last tile; with lists it, n_block_min
+# and n_partial_max are positions in them; start_k is the entry of a
 # cache; position is the key position of the tile's first row, with PACK_GQA of the sequence's first query; right is the
 # band's, where sequences of a cache have their own. With
 # PACK_GQA, a warpgroup's own query and head are the position and the head within the group of its first row.
 FIELDS = gl.constexpr(
     "n_block_min n_block_max row head head_kv sequence start_q seqlen_q start_k seqlen_k position right"
 )  # fmt: skip
-OWN_FIELDS = gl.constexpr("n_full_min n_full_max skipped query head")
+OWN_FIELDS = gl.constexpr("n_full_min n_full_max skipped query head n_partial_max")
 RECORD_SIZE = gl.constexpr(32)
 
 
 @gluon.jit
 def publish_tile(records, use, tile, call, schedule):
     """Writes a tile's record into a claimed buffer; each thread writes one number."""
-    n_block_min, n_block_max = key_blocks(tile, call, schedule)
+    if call.mods.band.lists is not None:
+        n_block_min, n_partial_max, n_block_max = listed_blocks(tile, call, schedule)
+    else:
+        n_block_min, n_block_max = key_blocks(tile, call, schedule)
     slot = gl.arange(0, RECORD_SIZE, gl.BlockedLayout([1], [32], [1], [0]))
     record = gl.where(slot == slot_of(FIELDS, "n_block_min"), n_block_min, gl.where(tile.is_end, 0, n_block_max))
     record = gl.where(slot == slot_of(FIELDS, "row"), tile.row, record)
@@ -302,6 +338,8 @@ def publish_tile(records, use, tile, call, schedule):
         record = gl.where(own == slot_of(OWN_FIELDS, "n_full_min"), n_full_min, record)
         record = gl.where(own == slot_of(OWN_FIELDS, "n_full_max"), n_full_max, record)
         record = gl.where(own == slot_of(OWN_FIELDS, "skipped"), skipped, record)
+    if call.mods.band.lists is not None:
+        record = gl.where(own == slot_of(OWN_FIELDS, "n_partial_max"), n_partial_max, record)
     if schedule.PACK_GQA:
         query, head = query_of(tile.row + warpgroup * schedule.BLOCK_M, call, schedule)
         record = gl.where(own == slot_of(OWN_FIELDS, "query"), query, record)

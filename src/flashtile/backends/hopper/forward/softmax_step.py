@@ -27,7 +27,7 @@ from flashtile.backends.hopper.device.parts import (
     wait_for_products,
 )
 from flashtile.backends.hopper.device.ring import Records
-from flashtile.backends.hopper.forward.scheduler import queries_of, query_rows
+from flashtile.backends.hopper.forward.scheduler import number_of, queries_of, query_rows
 
 
 @aggregate
@@ -50,6 +50,7 @@ class KeyLoop:
     """A warpgroup's key blocks of a tile, from ``n_block`` down to ``n_block_min``.
 
     Blocks outside [n_full_min, n_full_max) need a mask. ``skipped`` blocks, 0 or 1, above ``n_block`` are skipped.
+    With lists, blocks are positions, those before ``n_partial_max`` are partial, and [n_full_min, n_full_max) numbers.
     ``first_keys`` and ``last_keys`` are those that each row keeps, as ``from_thread_column`` counts them;
     ``slope`` is ALiBi's, ``read`` what users' functions read once a tile.
     """
@@ -64,6 +65,7 @@ class KeyLoop:
     last_keys: gl.tensor
     slope: gl.tensor
     read: gl.tuple
+    n_partial_max: gl.tensor
 
 
 @aggregate
@@ -91,11 +93,17 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
     skipped, n_full_min = gl.to_tensor(0), gl.to_tensor(0)
     positions, seqlen_k = rows, call.keys.length
     # Without a band, all blocks are full but the one in which the keys end.
-    n_full_max = n_block_max - gl.where((seqlen_k & (schedule.BLOCK_N - 1)) > 0, 1, 0)
+    LISTED: gl.constexpr = call.mods.band.lists is not None
+    n_partial_max = gl.to_tensor(0)
+    if LISTED:
+        n_full_max = seqlen_k // schedule.BLOCK_N
+        n_partial_max = records.get_own(tiles, "n_partial_max", WARPGROUP)
+    else:
+        n_full_max = n_block_max - gl.where((seqlen_k & (schedule.BLOCK_N - 1)) > 0, 1, 0)
     HAS_BOUNDS: gl.constexpr = call.mods.band.bounds is not None
     if call.mods.band.left is not None or HAS_BOUNDS:
         n_full_min = records.get_own(tiles, "n_full_min", WARPGROUP)
-    if call.mods.band.right is not None:
+    if call.mods.band.right is not None and not LISTED:
         skipped = records.get_own(tiles, "skipped", WARPGROUP)
     if call.mods.band.left is not None or call.mods.band.right is not None or HAS_BOUNDS or call.keys.OWN_LENGTHS:
         n_full_max = records.get_own(tiles, "n_full_max", WARPGROUP)
@@ -123,17 +131,18 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
     if len(mod.alibi_by_mma) > 0:
         slope = mod.alibi_by_mma[0].alibi.fetch(query_rows(records, tiles, call), rows)
     read = ()
-    if functions.has_score_mod(call.mods.SCORES) or functions.has_mask_mod(call.mods.MASKS):
+    if functions.reads(call.mods.SCORES, call.mods.MASKS, call.mods.band.lists):
         where = query_rows(records, tiles, call)
         read = functions.of_tile(call.mods, where.b, where.head, (records.get(tiles, "row") + rows)[:, None])
     return KeyLoop(
-        n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys, slope, read
-    )
+        n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys, slope, read,
+        n_partial_max,
+    )  # fmt: skip
 
 
 @gluon.jit
-def block_pairs(records, tiles, use, loop, n_block, call, schedule, is_tile, WARPGROUP: gl.constexpr):
-    """Where a warpgroup's block of scores lies; it has no rows if there is no tile."""
+def block_pairs(records, tiles, use, loop, n_block, number, call, schedule, is_tile, WARPGROUP: gl.constexpr):
+    """Where a warpgroup's block of scores lies, of which ``number_of`` says the number; no rows if there is no tile."""
     where = query_rows(records, tiles, call)
     row = records.get(tiles, "row") + WARPGROUP * schedule.BLOCK_M
     seqlen_k = call.keys.length
@@ -141,30 +150,32 @@ def block_pairs(records, tiles, use, loop, n_block, call, schedule, is_tile, WAR
         seqlen_k = records.get(tiles, "seqlen_k")
     # After the last tile a record's row is arbitrary.
     seqlen_q = gl.where(loop.is_tile, where.length, -(2**30))
-    key = n_block * schedule.BLOCK_N
+    is_partial = True
+    if call.mods.band.lists is not None:
+        is_partial = n_block < loop.n_partial_max
     return Pairs(
-        where.b, where.head, row, key, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP, loop.slope, loop.read
-    )
+        where.b, where.head, row, number * schedule.BLOCK_N, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP,
+        loop.slope, loop.read, is_partial,
+    )  # fmt: skip
 
 
 @gluon.jit
-def is_edge(loop, n_block, call):
+def is_edge(loop, number, call):
     """Whether a block needs the band's mask."""
-    edge = n_block >= loop.n_full_max
+    edge = number >= loop.n_full_max
     if call.mods.band.left is not None or call.mods.band.bounds is not None:
-        edge = edge | (n_block < loop.n_full_min)
+        edge = edge | (number < loop.n_full_min)
     return edge
 
 
 @gluon.jit
-def shape_scores(s, mod, pairs, fetched, call, schedule, loop, n_block, edge, MASKED: gl.constexpr):
+def shape_scores(s, mod, pairs, fetched, call, loop, edge, MASKED: gl.constexpr):
     """Applies score and mask mods and the band to a block; (scores, shift) as ``Transforms.scores``."""
     s, shift = mod.scores(s, pairs, fetched, call.mods)
     # MASKED is decided when the kernel is compiled, edge when it runs.
     if MASKED:  # noqa: SIM102
         if edge:
-            start = n_block * schedule.BLOCK_N
-            first, last = loop.first_keys - start, loop.last_keys - start
+            first, last = loop.first_keys - pairs.key, loop.last_keys - pairs.key
             HAS_FIRST: gl.constexpr = call.mods.band.left is not None or call.mods.band.row_keys is not None
             s = keep_columns(s, first, last, float("-inf"), HAS_FIRST, True)
             if call.mods.band.key_rows is not None:
@@ -206,8 +217,9 @@ def first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGR
     score_tiles = mod.early_tiles + mod.late_tiles
     for i in gl.static_range(len(score_tiles)):
         score_tiles[i].ring(WARPGROUP).skip(used, loop.skipped, loop.is_tile)
+    number = number_of(loop.n_block, call, schedule)
     pairs = block_pairs(
-        channels.tiles, tiles, used + loop.skipped, loop, loop.n_block, call, schedule, loop.is_tile, WARPGROUP
+        channels.tiles, tiles, used + loop.skipped, loop, loop.n_block, number, call, schedule, loop.is_tile, WARPGROUP
     )
     x = mod.initial(zeros, pairs)
     s = start_first_scores(channels, tiles, used, loop, x, len(mod.early) + len(mod.alibi_by_mma) > 0)
@@ -218,8 +230,8 @@ def first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGR
 @gluon.jit
 def first_probs(s, mod, pairs, fetched, call, schedule, loop):
     """The softmax state after a tile's first block: (probs, row_max, row_sum)."""
-    edge = is_edge(loop, loop.n_block, call)
-    s, shift = shape_scores(s, mod, pairs, fetched, call, schedule, loop, loop.n_block, edge, True)
+    edge = is_edge(loop, number_of(loop.n_block, call, schedule), call)
+    s, shift = shape_scores(s, mod, pairs, fetched, call, loop, edge, True)
     nothing = gl.full([schedule.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
     # MAY_BE_EMPTY: a tile may have no key at all, whatever the mask.
     tops = gl.max(s, 1) * mod.scale_log2 if len(shift) == 0 else row_tops(s, nothing, mod.scale_log2, shift)
@@ -238,8 +250,9 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     step, 64 byte permutes (a loop of its own for masked blocks took 1.2 to 1.3 times as long: docs/tuning-notes.md).
     """
     row_max, accs = state.row_max, state.accs
-    edge = is_edge(loop, n_block, call)
-    pairs = block_pairs(channels.tiles, tiles, used + 1, loop, n_block, call, schedule, True, WARPGROUP)
+    number = number_of(n_block, call, schedule)
+    edge = is_edge(loop, number, call)
+    pairs = block_pairs(channels.tiles, tiles, used + 1, loop, n_block, number, call, schedule, True, WARPGROUP)
     x = mod.initial(zeros, pairs)
     channels.keys[0].wait(used + 1)
     if schedule.PINGPONG:
@@ -264,7 +277,7 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
         # The only buffer of the queries: the next tile's are loaded while this one ends.
         channels.queries[0].release(tiles, n_block == loop.n_block_min)
 
-    s, shift = shape_scores(s, mod, pairs, fetched, call, schedule, loop, n_block, edge, schedule.HAS_EDGES)
+    s, shift = shape_scores(s, mod, pairs, fetched, call, loop, edge, schedule.HAS_EDGES)
     # A bias may be -inf, too, and what a function returns.
     terms: gl.constexpr = len(mod.terms) + len(mod.early) + len(mod.alibi_by_mma)
     may_be_empty: gl.constexpr = schedule.HAS_EDGES or terms + len(mod.masks) + len(loop.read) > 0

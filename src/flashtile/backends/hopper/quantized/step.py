@@ -79,13 +79,13 @@ def raise_max(channels, at, row_max, block, call, schedule, mod, MASKED: gl.cons
     finite_max is 8 less, so that probabilities come out times 2^8. MASKED: the block may need the band's mask.
     """
     loop, n_block = at.loop, at.n_block
-    pairs = block_pairs(channels.tiles, at.tiles, 0, loop, n_block, call, schedule, True, WARPGROUP)
+    pairs = block_pairs(channels.tiles, at.tiles, 0, loop, n_block, n_block, call, schedule, True, WARPGROUP)
     s, scale = block.s, mod.scale_log2
     if mod.has_softcap or mod.scale_first:
         s = s * block.score
     else:
         scale = scale * block.score
-    s, _ = shape_scores(s, mod, pairs, (), call, schedule, loop, n_block, is_edge(loop, n_block, call), MASKED)
+    s, _ = shape_scores(s, mod, pairs, (), call, loop, is_edge(loop, n_block, call), MASKED)
     row_max, finite_max, factor = softmax.raise_max(row_max, row_tops(s, row_max, scale, ()), MASKED)
     return s, scale, row_max, finite_max - PROBS_LOG2, factor
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
+from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.gpu.records import operand_names, read_by_mods, rows_of
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.backward.config import (
@@ -37,7 +38,6 @@ from flashtile.backends.portable.config import padded
 from flashtile.backends.portable.records import (
     call_of,
     heads_at_once,
-    masks_of,
     num_programs,
     tiles_of,
 )

@@ -17,6 +17,7 @@ from flashtile.backends.gpu.device.mods import Operand, Operands
 from flashtile.backends.gpu.functions import module_of
 from flashtile.backends.gpu.intervals import Side
 from flashtile.backends.gpu.launch import Launch, Pointer
+from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.portable.backward.config import choose
 from flashtile.backends.portable.backward.dbias import BiasGradient, Partial, attention_backward_dbias
 from flashtile.backends.portable.backward.scatter import (
@@ -26,7 +27,7 @@ from flashtile.backends.portable.backward.scatter import (
     attention_backward_places,
 )
 from flashtile.backends.portable.config import Config
-from flashtile.backends.portable.records import call_of, masks_of, num_programs, tiles_of
+from flashtile.backends.portable.records import call_of, num_programs, tiles_of
 from flashtile.call.functions import Function, score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.mods.places import Way, axes_of, way_of

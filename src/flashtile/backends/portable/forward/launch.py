@@ -9,6 +9,7 @@ from flashtile.backends.gpu.device.records import Output
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer
+from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.gpu.records import operand_names, read_by_mods
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config
@@ -17,7 +18,6 @@ from flashtile.backends.portable.forward.kernel import attention_forward
 from flashtile.backends.portable.records import (
     call_of,
     heads_at_once,
-    masks_of,
     num_programs,
     tiles_of,
 )
