@@ -210,6 +210,9 @@ class Language:
     def atomic_and(self, pointer: Pointer, value: Operand, mask: Any = None, sem: str = "", scope: str = "") -> Value:
         return self._atomic(pointer, mask, sem, scope, lambda old: old & value_of(value))
 
+    def atomic_cas(self, pointer: Pointer, like: Operand, value: Operand, sem: str = "", scope: str = "") -> Value:
+        return self._atomic(pointer, None, sem, scope, lambda old: value if old == like else old)
+
     def _atomic(
         self, pointer: Pointer, mask: Any, sem: str, scope: str, new: Callable[[Value], Operand], is_sum: bool = False
     ) -> Value:
@@ -397,6 +400,7 @@ class Language:
             "atomic_add": self.atomic_add,
             "atomic_xchg": self.atomic_xchg,
             "atomic_and": self.atomic_and,
+            "atomic_cas": self.atomic_cas,
             "broadcast_to": lambda x, shape: Value(x.data.expand(*(int(n) for n in shape))),
             "cumsum": lambda x, axis: Value(x.data.cumsum(axis, dtype=x.data.dtype)),
             "debug_barrier": self.thread_barrier,

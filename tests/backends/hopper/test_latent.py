@@ -33,6 +33,8 @@ def case_of(name: str, lengths: tuple[int, ...], rows: int = 1, **values: object
 CASES = (
     case_of("one", (300,)),
     case_of("lengths", (500, 3, 0, 64)),
+    case_of("alike", (300, 310)),
+    case_of("few_rows", (900,), heads=4),
     case_of("two_tiles", (333, 70), heads=128),
     case_of("steps", (300, 65), 2, heads=40, sinks=True),
     case_of("more_rows_than_keys", (5, 200), 8, heads=9),

@@ -12,6 +12,8 @@ from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
 ROWS = 64
+# How often a program looks whether the others of its tile have stored their states; once they run one after another.
+PATIENCE = 256
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,10 @@ def lanes_of(problem: Problem, most: int) -> int:
 
 
 def choose(problem: Problem) -> Config:
-    """The tiles of a call: of few rows even states of two blocks are folded in less time than they take."""
+    """The tiles of a call: states of two blocks if there are few rows to fold, or many programs that fold them."""
     held = tried("hopper_latent")
     rows = (1 if problem.varlen else problem.seqlen_q) * problem.group_size
-    return Config(fewest_blocks=2 if rows <= 16 else 4) if held is None else held
+    return Config(fewest_blocks=2 if rows <= 16 or problem.batch == 1 else 4) if held is None else held
 
 
 def against(problem: Problem) -> list[str]:

@@ -34,8 +34,9 @@ def latent_attention(call, latent):
     of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, 64], dtype)
     of_values: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PIECE], dtype)
     of_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # The scorer's 128 threads copy them.
-    queries = make_rings(dtype, 64, call.out.DIM + call.q.DIM, 1, 1, 1, PIECE, 128)
+    # The scorer's 128 threads copy queries that TMA cannot load.
+    COPIERS: gl.constexpr = 128 * (latent.q is None)
+    queries = make_rings(dtype, 64, call.out.DIM + call.q.DIM, 1, 1, 1, PIECE, COPIERS)
     values = ()
     for _ in gl.static_range(call.out.DIM // PIECE):
         values = also(values, make_ring(dtype, [N, PIECE], of_values, STAGES, 1))

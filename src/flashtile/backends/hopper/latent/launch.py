@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
 from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode import records
 from flashtile.backends.gpu.decode.launch import multiprocessors
-from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.launch import Launch, TensorMap
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.latent.config import ROWS, choose, lanes_of
+from flashtile.backends.hopper.latent.config import PATIENCE, ROWS, choose, lanes_of
 from flashtile.backends.hopper.latent.kernel import latent_attention
 from flashtile.backends.hopper.latent.records import Latent
 from flashtile.call.cached_arguments import CacheTensors
@@ -25,13 +29,36 @@ def latent_launch(problem: Problem, tensors: CacheTensors) -> tuple[Launch, int,
     tiles = portable.Config(ROWS, 64, 4, config.stages, 1, specialised=True)
     call = records.call_of(p, t, tiles, slots, 1, few=False)
     search = max(32, records.power_of_two(p.batch + p.varlen))
-    call = call._replace(schedule=call.schedule._replace(SEARCH=search, FOLD_ROWS=4, AHEAD=16))
+    # What the Triton kernel's folds would have is the same in every build.
+    own = {"SEARCH": search, "PATIENCE": PATIENCE if p.device_type == "cuda" else 1, "FOLD_ROWS": 1, "AHEAD": 1}
+    call = call._replace(schedule=call.schedule._replace(**own))
     rows = min(64, p.keys.page_size or 64)
     k, v = (tensor_maps.entries_map(name, x, rows, 64) for name, x in (("k", t.k_cache), ("v", t.v_cache)))
     k_rows, v_rows = (x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache))
     c, lanes = config, lanes_of(p, min(config.most_lanes, programs))
     latent = Latent(
-        k, v, k_rows, v_rows, c.fixed_cost, c.fewest_blocks, c.stages, c.piece, lanes, c.registers, c.few
+        *queries_of(p, t), k, v, k_rows, v_rows, c.fixed_cost, c.fewest_blocks, c.stages, c.piece, lanes, c.registers,
+        c.few,
     )  # fmt: skip
     launch = Launch(latent_attention, programs, {"call": call, "latent": latent}, {"num_warps": 4, "maxnreg": 128})
-    return launch, slots * (p.head_dim_v + 2), 2 * programs
+    return launch, slots * (p.head_dim_v + 4), 4 * programs
+
+
+def queries_of(problem: Problem, tensors: CacheTensors) -> tuple[TensorMap | None, TensorMap | None]:
+    """The queries' own columns and those of the values as TMA loads them, or None if it cannot load one of them."""
+    p, t = problem, tensors
+    own = t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()
+    maps = [query_map(name, x) for name, x in (("q", own), ("qv", t.qv)) if x is not None]
+    return (None, None) if p.num_heads_kv > 1 or None in maps else (maps[0], maps[1])
+
+
+def query_map(name: str, queries: Tensor) -> TensorMap | None:
+    """Boxes of a tile's rows by 64 columns, if heads and then queries follow one another at the same distance."""
+    x = queries if queries.dim() == 4 else queries[None]
+    batch, seqlen, heads, dim = x.shape
+    entry, row, head, _ = x.stride()
+    if (min(seqlen, heads) > 1 and row != heads * head) or not tensor_maps.is_readable(x):
+        return None
+    geometry = tensor_maps.geometry((batch, seqlen * heads, dim), (entry, row if heads == 1 else head, 1), varlen=False)
+    layout = gl.NVMMASharedLayout.get_default_for([1, ROWS, 64], tensor_maps.GLUON_DTYPES[x.dtype])
+    return TensorMap(x.dtype, *geometry, (1, ROWS, 64), layout, name)

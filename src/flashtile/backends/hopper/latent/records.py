@@ -20,6 +20,8 @@ class Latent(NamedTuple):
     """How rows are read and work is shared.
 
     Attributes:
+        q: A descriptor of the queries' own columns, None where the scorer copies them.
+        qv: Likewise of those of the values.
         k: A descriptor of the keys' own columns, with boxes of the rows of a block, or of a smaller page.
         v: Likewise of the values.
         k_entry_rows: Rows from one entry to the next: a sequence, or a page.
@@ -33,6 +35,8 @@ class Latent(NamedTuple):
         FEW: Of the threads of the warps that load and find work.
     """
 
+    q: Any
+    qv: Any
     k: Any
     v: Any
     k_entry_rows: Any

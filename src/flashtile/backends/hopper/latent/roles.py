@@ -4,8 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from flashtile.backends.gpu.decode import states, work
-from flashtile.backends.gpu.decode.kernel import Place, finish
+from flashtile.backends.gpu.decode import work
 from flashtile.backends.gpu.device import softmax
 from flashtile.backends.hopper.decode.roles import last_keys_of, publish
 from flashtile.backends.hopper.device.fragments import keep_columns, row_tops, thread_sums
@@ -14,6 +13,7 @@ from flashtile.backends.hopper.device.inline_ptx import rescale
 from flashtile.backends.hopper.device.parts import HeadRows, also, box_of, wait_for_products, zero_accumulator
 from flashtile.backends.hopper.forward.gather import copy_box, rows_by_lanes
 from flashtile.backends.hopper.latent import shares
+from flashtile.backends.hopper.latent.folds import end_part
 
 
 @gluon.jit
@@ -21,35 +21,58 @@ def scheduler(records, call, latent):
     """Finds this program's parts and publishes them."""
     SEARCH: gl.constexpr = call.schedule.SEARCH
     sequences = gl.arange(0, SEARCH, gl.BlockedLayout([SEARCH // 32], [32], [1], [0]))
-    line = shares.line_of(sequences, call, latent)
+    spans = work.span_of(sequences, call)
     team, lane = gl.program_id(0) // latent.LANES, gl.program_id(0) % latent.LANES
-    at, stop = shares.begin_of(team, line, latent), shares.begin_of(team + 1, line, latent)
-    stop = gl.where(team < line.teams, stop, at)
-    parts = 0
-    while at < stop:
-        group = shares.group_at(at, line, latent)
-        first_team, last_team = shares.teams_at(group, line)
-        end = gl.minimum(stop, group.end)
-        cost = group.end - group.start
-        # Less than the square of a tile's blocks, which int32 holds up to 2 million keys.
-        first_block = (at - group.start) * group.blocks // cost
-        stop_block = (end - group.start) * group.blocks // cost
-        # Rows past the last packed sequence have no keys, but addresses must exist for them too.
-        valid_b = gl.minimum(group.b, call.queries.count - 1)
-        own = work.span_of(group.b, call)
-        entry = work.entry_of(valid_b, call)
-        if call.cache.indptr is not None:
-            entry = work.first_page_of(valid_b, call)
-        num_tiles, tile = gl.maximum(own.num_tiles, 1), group.number * latent.LANES + lane
-        if tile < num_tiles * call.num_heads_kv:
-            publish(records, parts, (
-                1, group.b, entry, tile // num_tiles, tile % num_tiles * call.schedule.BLOCK_M, own.num_rows, own.high,
-                own.first_row, first_block, stop_block, team - first_team, last_team - first_team + 1,
-                first_team * latent.LANES + lane, (end >= stop).to(gl.int32),
-            ))  # fmt: skip
-            parts += 1
-        at = end
+    parts, is_even = 0, False
+    if call.queries.cu_seqlens is None:
+        even = shares.even_share(team, call, latent)
+        own = work.span_of(even.b, call)
+        is_even = shares.are_even(spans, even, call, latent)
+        if is_even:
+            first_block, stop_block, states = shares.even_part(even, own.high, call, latent)
+            tile = even.number * latent.LANES + lane
+            if (even.b < call.queries.count) & (even.split < states) & (tile < own.num_tiles * call.num_heads_kv):
+                publish_part(
+                    records, parts, even.b, tile, own, (first_block, stop_block), even.split, states,
+                    (team - even.split) * latent.LANES + lane, gl.to_tensor(1), call, latent,
+                )  # fmt: skip
+                parts += 1
+    if not is_even:
+        line = shares.line_of(spans, sequences, call, latent)
+        at, stop = shares.begin_of(team, line, latent), shares.begin_of(team + 1, line, latent)
+        stop = gl.where(team < line.teams, stop, at)
+        while at < stop:
+            group = shares.group_at(at, line, latent)
+            first_team, last_team = shares.teams_at(group, line)
+            end = gl.minimum(stop, group.end)
+            cost = group.end - group.start
+            # Less than the square of a tile's blocks, which int32 holds up to 2 million keys.
+            first_block = (at - group.start) * group.blocks // cost
+            stop_block = (end - group.start) * group.blocks // cost
+            own, tile = work.span_of(group.b, call), group.number * latent.LANES + lane
+            if tile < gl.maximum(own.num_tiles, 1) * call.num_heads_kv:
+                publish_part(
+                    records, parts, group.b, tile, own, (first_block, stop_block), team - first_team,
+                    last_team - first_team + 1, first_team * latent.LANES + lane, (end >= stop).to(gl.int32), call,
+                    latent,
+                )  # fmt: skip
+                parts += 1
+            at = end
     publish(records, parts, (0,))
+
+
+@gluon.jit
+def publish_part(records, parts, b, tile, own, blocks, state, num_states, origin, waits, call, latent):
+    """Publishes a part of a tile, from the first of its ``blocks`` to before the second."""
+    # Rows past the last packed sequence have no keys, but addresses must exist for them too.
+    valid_b = gl.minimum(b, call.queries.count - 1)
+    entry, num_tiles = work.entry_of(valid_b, call), gl.maximum(own.num_tiles, 1)
+    if call.cache.indptr is not None:
+        entry = work.first_page_of(valid_b, call)
+    publish(records, parts, (
+        1, b, entry, tile // num_tiles, tile % num_tiles * call.schedule.BLOCK_M, own.num_rows, own.high,
+        own.first_row, blocks[0], blocks[1], state, num_states, origin, waits,
+    ))  # fmt: skip
 
 
 @gluon.jit
@@ -63,12 +86,18 @@ def producer(channels, call, latent):
         n, stop, high = records.get(parts, "first_block"), records.get(parts, "stop_block"), records.get(parts, "high")
         b, entry, h_kv = records.get(parts, "b"), records.get(parts, "entry"), records.get(parts, "h_kv")
         pages = pages_of(b, entry, high, n, call, latent)
+        # The first queries go before keys, behind which they would arrive, and others behind the first block.
+        if parts == 0:
+            load_queries(channels, parts, call, latent)
+        start = n
         while n < stop:
             following = pages_of(b, entry, high, n + 1, call, latent)
             rows, own = boxes_of(pages, high, h_kv, n, latent.v_entry_rows, latent.k_entry_rows, call)
             for i in gl.static_range(len(channels.values)):
                 load_piece(latent.v, channels.values[i], used, rows, PIECE * i)
             load_piece(latent.k, channels.keys, used, own, 0)
+            if (n == start) & (parts > 0):
+                load_queries(channels, parts, call, latent)
             pages, n, used = following, n + 1, used + 1
         records.ring.release(parts)
         parts += 1
@@ -127,8 +156,29 @@ def load_piece(desc, ring, use, rows, COL: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(channels, parts, call):
-    """Starts the copies of a part's queries to shared memory, and waits for them; rows that do not exist are 0."""
+def load_queries(channels, parts, call, latent):
+    """Starts the loads of a part's queries; rows past a sequence's are another's, and nobody reads what they give.
+
+    Without their map the scorer copies them.
+    """
+    if latent.q is not None:
+        records = channels.parts
+        PIECE: gl.constexpr = channels.queries[0].buffers.shape[2]
+        LAST: gl.constexpr = len(channels.queries) - 1
+        b, row = records.get(parts, "b"), records.get(parts, "first")
+        if call.qv.PACKED:
+            b, row = b * 0, row + records.get(parts, "first_row") * call.GROUP
+        full = channels.queries[0].acquire(parts, 64 * (call.qv.DIM + call.q.DIM) * 2)
+        for i in gl.static_range(LAST):
+            for j in gl.static_range(PIECE // 64):
+                box = box_of(channels.queries[i].at(parts), 64 * j, 64)
+                tma_load(latent.qv, [b, row, PIECE * i + 64 * j], full, as_box(box, latent.qv))
+        tma_load(latent.q, [b, row, 0], full, as_box(channels.queries[LAST].at(parts), latent.q))
+
+
+@gluon.jit
+def copy_queries(channels, parts, call):
+    """Starts copies of a part's queries that TMA cannot load; rows that do not exist are 0."""
     records = channels.parts
     LAST: gl.constexpr = len(channels.queries) - 1
     PIECE: gl.constexpr = channels.queries[0].buffers.shape[2]
@@ -140,17 +190,14 @@ def load_queries(channels, parts, call):
         for j in gl.static_range(channels.queries[i].buffers.shape[2] // 64):
             box = box_of(channels.queries[i].at(parts), j * 64, 64)
             if i == LAST:
-                copy_queries(call.q, records, parts, row, h, exists, box, 0, layout)
+                copy_columns(call.q, records, parts, row, h, exists, box, 0, layout)
             else:
-                copy_queries(call.qv, records, parts, row, h, exists, box, PIECE * i + 64 * j, layout)
+                copy_columns(call.qv, records, parts, row, h, exists, box, PIECE * i + 64 * j, layout)
     channels.queries[0].publish_copies(parts)
-    channels.queries[0].wait(parts)
-    # A product reads what other threads have copied: each has fenced its own.
-    thread_barrier()
 
 
 @gluon.jit
-def copy_queries(q, records, parts, row, h, exists, box, FIRST: gl.constexpr, layout: gl.constexpr):
+def copy_columns(q, records, parts, row, h, exists, box, FIRST: gl.constexpr, layout: gl.constexpr):
     """Starts the copies of 64 columns of ``Rows``."""
     if q.PACKED:
         start = records.get(parts, "first_row").to(gl.int64) * q.stride_row
@@ -174,7 +221,12 @@ def scorer(channels, call, latent):
     parts, used = 0, 0
     records.ring.wait(parts)
     while records.get(parts, "is_part") > 0:
-        load_queries(channels, parts, call)
+        if latent.q is None:
+            copy_queries(channels, parts, call)
+        channels.queries[0].wait(parts)
+        if latent.q is None:
+            # A product reads what other threads have copied: each has fenced its own.
+            thread_barrier()
         n, stop = records.get(parts, "first_block"), records.get(parts, "stop_block")
         last_keys, clear_blocks = last_keys_of(records, parts, zeros, call, 0)
         row_max, row_sum = gl.full([64], float("-inf"), gl.float32, rows), thread_sums(zeros)
@@ -259,85 +311,3 @@ def summer(channels, call, latent, HALF: gl.constexpr):
         records.ring.release(parts)
         parts += 1
         records.ring.wait(parts)
-
-
-@gluon.jit
-def end_part(accs, row_max, row_sum, records, parts, call, latent, HALF: gl.constexpr):
-    """Finishes a tile that one program has; else stores the part's state, and folds the tile's if it is the last."""
-    PIECE: gl.constexpr = latent.PIECE
-    first, num_rows = records.get(parts, "first"), records.get(parts, "num_rows")
-    place = Place(records.get(parts, "b"), 0, records.get(parts, "h_kv"), first)
-    shape = work.Shape(records.get(parts, "first_row"), num_rows, 0, records.get(parts, "high"), 0, 0, 0)
-    row, count = gl.arange(0, 64, row_max.type.layout), num_rows * call.GROUP - first
-    whole = records.get(parts, "num_states") == 1
-    slot = slot_of(records.get(parts, "origin"), records.get(parts, "state"), latent) + row
-    for i in gl.static_range(len(accs)):
-        col = PIECE * (2 * i + HALF) + gl.arange(0, PIECE, gl.SliceLayout(0, accs[i].type.layout))[None, :]
-        if whole:
-            finish(accs[i], row_max, row_sum, place.b, place, first + row, col, shape, call, HALF + i == 0)
-        else:
-            at = call.results.acc + slot.to(gl.int64)[:, None] * call.out.DIM + col
-            gl.store(at, accs[i], mask=(row < count)[:, None])
-    if not whole:
-        if HALF == 0:
-            at = call.results.stats + 2 * slot.to(gl.int64)
-            gl.store(at, row_max, mask=row < count)
-            gl.store(at + 1, row_sum, mask=row < count)
-        share_tile(records, parts, place, shape, gl.minimum(count, 64), call, latent, HALF)
-
-
-@gluon.jit
-def slot_of(origin, state, latent):
-    """The first row's slot of a state of a tile, whose first part is of program ``origin``.
-
-    A program ends with the first part of a tile that it shares, and begins with another part of one.
-    """
-    return 64 * (2 * (origin + state * latent.LANES) + (state == 0).to(gl.int32))
-
-
-@gluon.jit
-def share_tile(records, parts, place, shape, count, call, latent, HALF: gl.constexpr):
-    """Finishes a tile of several states once all have been stored: those who wait for that take 4 rows by 128 columns.
-
-    As ``gpu.decode.kernel.share_tile``; a state is stored when both summers have stored their half.
-    """
-    origin, num_states = records.get(parts, "origin"), records.get(parts, "num_states")
-    folds, rank, step = states.arrive(
-        call.results.counters + 2 * origin, 1, 2 * records.get(parts, "state") + HALF, 2 * num_states,
-        num_states * count * call.out.DIM, records.get(parts, "waits") > 0, call.schedule.PATIENCE,
-    )  # fmt: skip
-    if folds:
-        for share in range(rank, (count + 3) // 4 * 4, step):
-            fold_states(share // 4 * 4, share % 4 * 128, origin, num_states, place, shape, count, call, latent)
-
-
-@gluon.jit
-def fold_states(first, first_col, origin, num_states, place, shape, count, call, latent):
-    """Finishes 4 rows of a tile from ``first`` on, 128 of their columns: a row a warp.
-
-    All weights are known before a sum is loaded, and no load waits for another.
-    """
-    AHEAD: gl.constexpr = call.schedule.AHEAD
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    row, col = first + gl.arange(0, 4, gl.SliceLayout(1, layout)), gl.arange(0, 128, gl.SliceLayout(0, layout))
-    exists = row < count
-    # One of the 128 states that there may be in place of each column. .cg bypasses L1, which may be stale.
-    at = call.results.stats + 2 * (slot_of(origin, col, latent)[None, :] + row[:, None])
-    there = exists[:, None] & (col < num_states)[None, :]
-    tops = gl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
-    sums = gl.load(at + 1, mask=there, other=0.0, cache_modifier=".cg")
-    row_max = gl.max(tops, 1)
-    origin_of_rows = softmax.made_finite(row_max)
-    row_sum = gl.sum(sums * gl.exp2(tops - origin_of_rows[:, None]), 1)
-    acc = gl.zeros([4, 128], gl.float32, layout)
-    for start in range(0, num_states, AHEAD):
-        for ahead in gl.static_range(AHEAD):
-            state = gl.to_tensor(start + ahead)
-            slot, has = slot_of(origin, state, latent) + row, exists & (state < num_states)
-            top = gl.load(call.results.stats + 2 * slot, mask=has, other=float("-inf"), cache_modifier=".cg")
-            at = call.results.acc + (slot.to(gl.int64) * call.out.DIM + first_col)[:, None] + col[None, :]
-            part = gl.load(at, mask=has[:, None], other=0.0, cache_modifier=".cg")
-            acc += part * gl.exp2(top - origin_of_rows)[:, None]
-    finish(
-        acc, row_max, row_sum, place.b, place, place.first + row, first_col + col[None, :], shape, call, first_col == 0
-    )

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.decode import work
-
 
 class Line(NamedTuple):
     """The tiles of all sequences.
@@ -29,6 +27,8 @@ class Line(NamedTuple):
         ends: The cost of each and of all before it, in blocks: int32 holds that of 10^11 keys.
         total: The cost of all.
         teams: Teams that have a share.
+        least: The least share.
+        longer: So many teams, the first, have one more.
         near: A share that would begin so near to a group's edge begins with it.
     """
 
@@ -37,6 +37,8 @@ class Line(NamedTuple):
     ends: Any
     total: Any
     teams: Any
+    least: Any
+    longer: Any
     near: Any
 
 
@@ -60,10 +62,58 @@ class Group(NamedTuple):
     near: Any
 
 
+class Even(NamedTuple):
+    """A team's share where all groups are of nearly the same length, found without the line.
+
+    Attributes:
+        b: Its sequence.
+        number: Which of its groups it is.
+        split: Its number among the teams of the group.
+        splits: Teams of each group, 0 if there are more groups than teams.
+        count: Groups.
+        teams: That there are.
+    """
+
+    b: Any
+    number: Any
+    split: Any
+    splits: Any
+    count: Any
+    teams: Any
+
+
 @triton.jit
-def line_of(sequences, call, latent):
+def even_share(team, call, latent):
+    """The ``Even`` of a team, of queries that are not packed; b may be beyond the last sequence."""
+    tiles = (call.queries.length * call.GROUP + call.schedule.BLOCK_M - 1) // call.schedule.BLOCK_M
+    groups = (tiles * call.num_heads_kv + latent.LANES - 1) // latent.LANES
+    count, teams = call.queries.count * groups, tl.minimum(tl.num_programs(0) // latent.LANES, 240)
+    splits = tl.minimum(teams // tl.maximum(count, 1), 128)
+    group = team // tl.maximum(splits, 1)
+    b = group // groups
+    return Even(b, group - b * groups, team - group * splits, splits, count, teams)
+
+
+@triton.jit
+def are_even(spans, even, call, latent):
+    """Whether the groups' blocks of keys are nearly as many, and most teams would have some of them."""
+    blocks = tl.maximum((spans.high + call.schedule.BLOCK_N - 1) // call.schedule.BLOCK_N, 1) + latent.fixed_cost
+    blocks = tl.where(spans.num_tiles > 0, blocks, 0)
+    alike = tl.max(blocks, 0) * call.queries.count * 8 <= tl.sum(blocks, 0) * 9
+    return alike & (even.splits > 0) & (even.count * even.splits * 8 >= even.teams * 7)
+
+
+@triton.jit
+def even_part(even, high, call, latent):
+    """The first block and the end of an even share, and the states of its group; teams past those have none of it."""
+    blocks = (tl.maximum(high, 1) + call.schedule.BLOCK_N - 1) // call.schedule.BLOCK_N
+    states = tl.minimum(even.splits, tl.maximum(blocks // latent.fewest_blocks, 1))
+    return even.split * blocks // states, (even.split + 1) * blocks // states, states
+
+
+@triton.jit
+def line_of(spans, sequences, call, latent):
     """The ``Line`` of a call; ``sequences`` are numbered, at least as many as there are, packed ones' rest included."""
-    spans = work.span_of(sequences, call)
     groups = (spans.num_tiles * call.num_heads_kv + latent.LANES - 1) // latent.LANES
     return lined_up(sequences, groups, (spans.high + call.schedule.BLOCK_N - 1) // call.schedule.BLOCK_N, latent)
 
@@ -77,8 +127,8 @@ def lined_up(sequences, groups, blocks, latent):
     ends = tl.cumsum(cost, 0)
     total, count, most = tl.sum(cost, 0), tl.sum(groups, 0), tl.max(each, 0)
     teams = teams_of(total, count, most, latent)
-    near = tl.maximum(total // teams // 16, 2)
-    return Line(sequences, blocks, ends, total, teams, near)
+    least = total // teams
+    return Line(sequences, blocks, ends, total, teams, least, total - least * teams, tl.maximum(least // 16, 2))
 
 
 @triton.jit
@@ -88,8 +138,8 @@ def teams_of(total, count, most, latent):
     Tiles that cost nearly the same are divided alike, or not at all, if that leaves few programs without work.
     """
     teams = tl.maximum(tl.minimum(tl.num_programs(0) // latent.LANES, total // latent.fewest_blocks), 1)
-    # A tile has no more states than its counter holds, two for each.
-    teams = tl.where(2 * most > total, tl.minimum(teams, 124), tl.minimum(teams, 240))
+    # A tile has no more states than a fold has columns for their weights.
+    teams = tl.where(2 * most > total, tl.minimum(teams, 128), tl.minimum(teams, 240))
     count = tl.maximum(count, 1)
     rounds = (count + teams - 1) // teams
     even = tl.where(count <= teams, teams // count * count, (count + rounds - 1) // rounds)
@@ -114,7 +164,8 @@ def group_at(at, line, latent):
 @triton.jit
 def begin_of(team, line, latent):
     """Where the share of a team begins on the line; its end for the one past the last."""
-    at = (line.total.to(tl.int64) * tl.minimum(team, line.teams) // line.teams).to(tl.int32)
+    team = tl.minimum(team, line.teams)
+    at = team * line.least + tl.minimum(team, line.longer)
     group = group_at(tl.minimum(at, tl.maximum(line.total - 1, 0)), line, latent)
     at_end = tl.where(group.end - at <= group.near, group.end, at)
     return tl.where(at < line.total, tl.where(at - group.start <= group.near, group.start, at_end), line.total)
@@ -132,5 +183,7 @@ def teams_at(group, line):
 @triton.jit
 def last_before(at, line):
     """The last team whose share would begin at a place or before, were it not moved."""
-    team = ((at + 1).to(tl.int64) * line.teams + line.total - 1) // tl.maximum(line.total, 1) - 1
-    return tl.minimum(team, line.teams - 1).to(tl.int32)
+    after = at - line.longer * (line.least + 1)
+    is_longer = after < 0
+    team = tl.where(is_longer, at, after) // tl.maximum(tl.where(is_longer, line.least + 1, line.least), 1)
+    return tl.minimum(team + tl.where(is_longer, 0, line.longer), line.teams - 1)
