@@ -207,7 +207,11 @@ def test_bits_depend_neither_on_the_order_of_events_nor_on_the_programs(case: Ca
         assert torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1])
 
 
-@pytest.mark.parametrize("case", slow_but([case for case in LONG if case.batch == 1], named(*ORDERS)), ids=str)
+# What dropout drops goes by a sequence's number in the batch.
+ALONE = [case for case in LONG if case.batch == 1 and not case.dropout]
+
+
+@pytest.mark.parametrize("case", slow_but(ALONE, named(*ORDERS)), ids=str)
 def test_a_sequence_has_the_same_bits_in_any_batch(case: Case) -> None:
     alone = build(case, torch.bfloat16)
     q, k, v = (alone.leaves[name].detach() for name in "qkv")
