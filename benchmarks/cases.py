@@ -21,7 +21,7 @@ OUTLIER_STD = 10.0
 FORWARD_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 BACKWARD_SEQLENS = (512, 2048, 8192, 16384)
 FP8_SEQLENS = (2048, 8192, 16384, 32768)
-_OFTEN_ABSENT = ("head_dim_v", "bias", "softcap", "sinks", "model")
+_OFTEN_ABSENT = ("head_dim_v", "bias", "softcap", "sinks", "dropout", "padded", "model")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Case:
     ``window`` is ``(left, right)`` with both ends inclusive. ``head_dim_v`` is given where it differs from head_dim.
     ``bias`` says whether normal numbers of each head, row and key are added to the scores: ``constant``, or
     ``trained``, whose gradient the backward brings, too. ``softcap`` and ``sinks``, a normal number a head, as in the
-    library.
-    ``model`` names a cell of suite ``models``.
+    library; so is ``dropout``, a probability. ``padded`` sequences end before seqlen_k, as ``key_lengths`` says, and a
+    mask drops the keys behind.
+    ``model`` names a cell of suite ``models`` or ``uses``.
     """
 
     direction: Direction
@@ -53,6 +54,8 @@ class Case:
     bias: Literal["", "constant", "trained"] = ""
     softcap: float = 0.0
     sinks: bool = False
+    dropout: float = 0.0
+    padded: bool = False
     model: str = ""
 
     @classmethod
@@ -88,6 +91,7 @@ class Case:
     def needs(self) -> list[str]:
         """The features that not every provider has."""
         asked = {"bias": self.bias, "trained": self.bias == "trained", "softcap": self.softcap, "sinks": self.sinks}
+        asked |= {"dropout": self.dropout, "padding": self.padded}
         return [name for name, is_asked in asked.items() if is_asked]
 
     @property
@@ -105,7 +109,13 @@ class Case:
         """``(seqlen_q, seqlen_k)`` of every sequence."""
         if self.lengths is not None:
             return [(n, n) for n in self.lengths]
-        return [(self.seqlen_q, self.seqlen_k)] * self.batch
+        return [(self.seqlen_q, n) for n in self.key_lengths]
+
+    @property
+    def key_lengths(self) -> list[int]:
+        """Keys of each dense sequence; if padded, from half of seqlen_k to all of it."""
+        short = self.seqlen_k // 2 + 1 if self.padded else 1
+        return [self.seqlen_k - (53 * b) % short for b in range(self.batch)]
 
     def kept_pairs(self) -> int:
         """(query, key) pairs of one head that the mask keeps; a square causal mask counts as exactly half."""
@@ -133,6 +143,7 @@ class Inputs:
 
     ``dout`` has the shape of the output. ``cu_seqlens`` is ``(batch + 1,)`` int32 for packed sequences, else None.
     ``bias`` is ``(1, heads, seqlen_q, seqlen_k)`` and requires a gradient if it is trained; ``sinks`` are float32.
+    ``mask`` is ``(batch, 1, 1, seqlen_k)`` bool, True for the keys of padded sequences.
     """
 
     q: Tensor
@@ -142,6 +153,7 @@ class Inputs:
     cu_seqlens: Tensor | None
     bias: Tensor | None = None
     sinks: Tensor | None = None
+    mask: Tensor | None = None
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0, outliers: float = 0.0) -> Inputs:
@@ -174,7 +186,11 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0, outliers: float
         bias.requires_grad_(case.bias == "trained" and case.direction == "backward")
     if case.sinks:
         sinks = torch.randn(case.num_heads_q, generator=generator, device=device)
-    return Inputs(q, k, v, dout, cu_seqlens, bias, sinks)
+    mask = None
+    if case.padded:
+        lengths = torch.tensor(case.key_lengths, device=device)
+        mask = (torch.arange(case.seqlen_k, device=device) < lengths[:, None])[:, None, None]
+    return Inputs(q, k, v, dout, cu_seqlens, bias, sinks, mask)
 
 
 def _grid(direction: Direction, seqlens: tuple[int, ...], dtype: str) -> list[Case]:
@@ -210,7 +226,8 @@ def _cpu_cases() -> list[Case]:
 _PACKED = (12000, 100, 3000, 7, 900, 377)
 _SENTENCES = tuple(16 + (i * 37) % 113 for i in range(96)) + tuple(128 + (i * 53) % 385 for i in range(32))
 # Attention as models have it: name -> (batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim), and the rest.
-_MODELS: dict[str, tuple[tuple[int, int, int, int, int, int], dict[str, Any]]] = {
+_Cells = dict[str, tuple[tuple[int, int, int, int, int, int], dict[str, Any]]]
+_MODELS: _Cells = {
     "llama8b-8k": ((1, 8192, 8192, 32, 8, 128), {"causal": True}),
     "llama8b-4x2k": ((4, 2048, 2048, 32, 8, 128), {"causal": True}),
     "llama8b-packed": ((6, 12000, 12000, 32, 8, 128), {"causal": True, "lengths": _PACKED}),
@@ -246,10 +263,44 @@ _MODELS: dict[str, tuple[tuple[int, int, int, int, int, int], dict[str, Any]]] =
 }
 
 
-def _model_cases(dtype: str) -> list[Case]:
-    return [
-        Case(each, dtype, *sizes, model=name, **more) for each in DIRECTIONS for name, (sizes, more) in _MODELS.items()
-    ]
+# What else users run, likewise.
+_USES: _Cells = {
+    "query-1-of-32k": ((1, 1, 32768, 32, 8, 128), {}),
+    "query-8x1-of-8k": ((8, 1, 8192, 16, 16, 64), {}),
+    "queries-16-of-16k": ((1, 16, 16384, 32, 8, 128), {"causal": True}),
+    "queries-64-of-4k-d64": ((4, 64, 4096, 16, 16, 64), {}),
+    "float32-4x2k": ((4, 2048, 2048, 16, 16, 64), {"dtype": "float32"}),
+    "float32-causal-d128-2x2k": ((2, 2048, 2048, 16, 16, 128), {"dtype": "float32", "causal": True}),
+    "dropout-bert-512": ((32, 512, 512, 16, 16, 64), {"dropout": 0.1}),
+    "dropout-gpt-2k": ((8, 2048, 2048, 16, 16, 64), {"dropout": 0.1, "causal": True}),
+    "dropout-d128-2k": ((4, 2048, 2048, 16, 16, 128), {"dropout": 0.1, "causal": True}),
+    "cross-4096x77": ((8, 4096, 77, 10, 10, 64), {}),
+    "cross-1024x77": ((8, 1024, 77, 20, 20, 64), {}),
+    "cross-77x4096": ((8, 77, 4096, 10, 10, 64), {}),
+    "vision-49-d32": ((2048, 49, 49, 8, 8, 32), {}),
+    "vision-49-d32-bias": ((2048, 49, 49, 8, 8, 32), {"bias": "trained"}),
+    "text-padded-512": ((32, 512, 512, 12, 12, 64), {"padded": True}),
+    "text-padded-128": ((256, 128, 128, 12, 12, 64), {"padded": True}),
+    "bias-2k": ((2, 2048, 2048, 16, 16, 64), {"bias": "trained"}),
+    "bias-d128-2k": ((2, 2048, 2048, 8, 8, 128), {"bias": "trained"}),
+    "sinks-window-4x4k": ((4, 4096, 4096, 64, 8, 64), {"causal": True, "window": (127, 0), "sinks": True}),
+    "d16-1k": ((16, 1024, 1024, 16, 16, 16), {}),
+    "d24-1k": ((16, 1024, 1024, 16, 16, 24), {}),
+    "d32-causal-1k": ((16, 1024, 1024, 16, 16, 32), {"causal": True}),
+    "d40-4k": ((4, 4096, 4096, 8, 8, 40), {}),
+    "causal-131k": ((1, 131072, 131072, 4, 1, 128), {"causal": True}),
+    "tiny-16": ((8192, 16, 16, 8, 8, 64), {}),
+    "tiny-32-causal": ((4096, 32, 32, 8, 8, 64), {"causal": True}),
+}
+
+
+def _named_cases(dtype: str, cells: _Cells) -> list[Case]:
+    made = []
+    for each in DIRECTIONS:
+        for name, (sizes, more) in cells.items():
+            others = {x: more[x] for x in more if x != "dtype"}
+            made.append(Case(each, more.get("dtype", dtype), *sizes, model=name, **others))
+    return made
 
 
 # Global layers of Gemma 4, of 26B, 31B and 12B parameters; and how long documents are in a packed batch of 16k tokens.
@@ -275,19 +326,20 @@ def _big_cases(dtype: str) -> list[Case]:
 
 
 def suite(name: str, dtype: str = "bfloat16") -> list[Case]:
-    """Cells of suite ``forward`` (36), ``backward`` (24), ``models``, ``big-heads`` (44), ``fp8`` (27), ``cpu``."""
+    """Cells of a suite: ``forward`` (36), ``backward`` (24), ``models``, ``uses``, ``big-heads``, ``fp8``, ``cpu``."""
     rounding = [case for case in _grid("quantized", FP8_SEQLENS[:1], dtype) if not case.causal]
     made = {
         "forward": lambda: _grid("forward", FORWARD_SEQLENS, dtype),
         "backward": lambda: _grid("backward", BACKWARD_SEQLENS, dtype),
-        "models": lambda: _model_cases(dtype),
-        "models-portable": lambda: _model_cases(dtype),
+        "models": lambda: _named_cases(dtype, _MODELS),
+        "models-portable": lambda: _named_cases(dtype, _MODELS),
+        "uses": lambda: _named_cases(dtype, _USES),
         "big-heads": lambda: _big_cases(dtype),
         "fp8": lambda: _grid("forward", FP8_SEQLENS, dtype) + rounding,
         "cpu": _cpu_cases,
     }
     if name not in made:
-        raise ValueError(f"suite is {name!r}, must be forward, backward, models, big-heads, fp8 or cpu")
+        raise ValueError(f"suite is {name!r}, must be forward, backward, models, uses, big-heads, fp8 or cpu")
     return made[name]()
 
 

@@ -24,6 +24,8 @@ Maker = Callable[[], tuple[Call, Outputs]]
 
 _ROWS_PER_CHUNK = 1024
 _LEAST = 1e-3
+# Share by which the distances of two draws of dropout may differ: some 10% where a row has 512 keys.
+_DRAWS_LIMIT = 0.2
 # Floor of the tolerance (twice low precision's own error): kernels may use an exponential good to some 20 ulp.
 _FLOOR = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-4, "bfloat16": 1e-3}
 
@@ -49,20 +51,38 @@ class Probe:
 
 
 class Reference:
-    """The float64 results of a case on its probes, and the allowed error."""
+    """The float64 results of a case on its probes, and the allowed error.
+
+    With dropout everyone draws numbers of their own, so results are compared with those without: they are as far off
+    as results with another draw are, and what is checked is by how much that distance differs.
+    """
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         self.case = case
         self.probes = probes(case)
         self._exact = [compute(case, inputs, probe, torch.float64) for probe in self.probes]
+        self._drawn: list[list[float]] | None = None
+        if case.dropout:
+            drawn = [compute(case, inputs, probe, torch.float64, draws=True) for probe in self.probes]
+            self._drawn = [_of_rows(x, exact) for x, exact in zip(drawn, self._exact, strict=True)]
+            self.limit = _DRAWS_LIMIT
+            return
         plain = [compute(case, inputs, probe, case.torch_dtype) for probe in self.probes]
         self.limit = 2 * max(map(_distance, plain, self._exact)) + _FLOOR[case.dtype]
 
     def error(self, outputs: Outputs) -> float:
-        """The largest relative error ``|x - ref| / |ref|`` over probes and outputs; NaN if any is not finite."""
+        """The largest relative error ``|x - ref| / |ref|`` over probes and outputs; NaN if any is not finite.
+
+        With dropout, how far that is from what another draw has, as a share of it.
+        """
         if not all(bool(torch.isfinite(x).all()) for x in outputs):
             return float("nan")
-        return max(_distance(_view(p, outputs), exact) for p, exact in zip(self.probes, self._exact, strict=True))
+        views = [_view(probe, outputs) for probe in self.probes]
+        if self._drawn is None:
+            return max(map(_distance, views, self._exact))
+        found = map(_of_rows, views, self._exact)
+        pairs = [pair for a, b in zip(found, self._drawn, strict=True) for pair in zip(a, b, strict=True)]
+        return max(abs(ours / drawn - 1) for ours, drawn in pairs)
 
 
 def judged(
@@ -119,8 +139,17 @@ def _distance(got: Outputs, exact: Outputs) -> float:
     return max(float((g.double() - e.double()).norm() / e.double().norm().clamp_min(_LEAST)) for g, e in pairs)
 
 
-def compute(case: Case, inputs: Inputs, probe: Probe, dtype: torch.dtype) -> Outputs:
-    """The probe's results with every operation in ``dtype``; sums over chunks of rows stay in float32 or better."""
+def _of_rows(got: Outputs, exact: Outputs) -> list[float]:
+    """The median relative error of each tensor's rows: of the whole, a row with few keys would be most."""
+    pairs = zip(got, exact, strict=True)
+    return [float(((g.double() - e).norm(dim=-1) / e.norm(dim=-1).clamp_min(_LEAST)).median()) for g, e in pairs]
+
+
+def compute(case: Case, inputs: Inputs, probe: Probe, dtype: torch.dtype, *, draws: bool = False) -> Outputs:
+    """The probe's results with every operation in ``dtype``; sums over chunks of rows stay in float32 or better.
+
+    Dropout is left out unless it ``draws``, anew.
+    """
     q, dout = probe.queries(inputs.q).to(dtype), probe.queries(inputs.dout).to(dtype)
     k, v = probe.keys(inputs.k).to(dtype), probe.keys(inputs.v).to(dtype)
     group, seqlen_q, head_dim = q.shape
@@ -132,6 +161,8 @@ def compute(case: Case, inputs: Inputs, probe: Probe, dtype: torch.dtype) -> Out
     for start in range(0, seqlen_q, _ROWS_PER_CHUNK):
         rows = slice(start, min(start + _ROWS_PER_CHUNK, seqlen_q))
         keep = case.band.dense(seqlen_q, seqlen_k, rows=(rows.start, rows.stop), device=q.device)
+        if inputs.mask is not None:
+            keep = keep & inputs.mask[probe.sequence, 0]
         for head in range(group):
             products, slope, at = q[head, rows] @ k.T * scale, scale, probe.heads_q.start + head
             if case.softcap:
@@ -145,14 +176,17 @@ def compute(case: Case, inputs: Inputs, probe: Probe, dtype: torch.dtype) -> Out
             else:
                 sinks = inputs.sinks[at].to(dtype).expand(len(scores), 1)
                 probs = torch.softmax(torch.cat([scores, sinks], dim=1), dim=-1)[:, :-1]
-            out[head, rows] = probs @ v
+            factor: Tensor | float = 1.0
+            if draws:
+                factor = (torch.rand_like(probs) >= case.dropout) / (1 - case.dropout)
+            out[head, rows] = (probs * factor) @ v
             if case.direction == "backward":
-                dprobs = dout[head, rows] @ v.T
+                dprobs = dout[head, rows] @ v.T * factor
                 delta = (dout[head, rows] * out[head, rows]).sum(-1, keepdim=True)
                 dscores = probs * (dprobs - delta) * slope
                 dq[head, rows] = dscores @ k
                 dk += dscores.T @ q[head, rows]
-                dv += probs.T @ dout[head, rows]
+                dv += (probs * factor).T @ dout[head, rows]
     return (out,) if case.direction == "forward" else (dq, dk, dv)
 
 

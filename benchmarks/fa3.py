@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Up to so many rows of a sequence it chooses the number of splits itself.
+_FEW_ROWS = 128
+
 
 @functools.cache
 def load(path: str) -> None:
@@ -36,12 +39,13 @@ def load(path: str) -> None:
 
 
 class FlashAttention3(torch.autograd.Function):
-    """Autograd over FlashAttention-3's two operators, like its own Python package, with one split."""
+    """Autograd over FlashAttention-3's two operators; one split, like its own package, or as it likes of few rows."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, features: dict[str, Any]) -> Tensor:
         ctx.features = {"softmax_scale": q.shape[-1] ** -0.5, **features}
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **ctx.features)
+        splits = 0 if q.dim() == 4 and q.shape[1] <= _FEW_ROWS else 1
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=splits, **ctx.features)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 

@@ -161,6 +161,8 @@ _BLOCKS: dict[str, tuple[str, Block]] = {
     "models": ("models", _of_cells(table.speed_table)),
     "models-summary": ("models", _summary_block),
     "models-portable": ("models-portable", _of_cells(table.speed_table)),
+    "uses": ("uses", _of_cells(table.speed_table)),
+    "uses-summary": ("uses", _summary_block),
     "cpu": ("cpu", _of_cells(_work_lines)),
     "host": ("host", _of(_host_lines)),
     "loop": ("loop", _of(loop.loop_table)),

@@ -41,7 +41,7 @@ class Provider:
     ``code`` says in one phrase which code runs; no other may. With ``heads_first`` its dense tensors are ``(batch,
     heads, seqlen, head_dim)``, views of ours; otherwise, and if packed, they are laid out as in ``Inputs``.
     ``limit`` is the relative error that it may have, None what its inputs' dtype allows. ``takes`` names the features
-    of a case that it has, of bias, trained (bias), softcap and sinks.
+    of a case that it has, of bias, trained (bias), softcap, sinks, dropout and padding.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Provider:
 class Flashtile(Provider):
     """This library: one backend by name, or without a name the one it selects."""
 
-    takes = ("bias", "trained", "softcap", "sinks")
+    takes = ("bias", "trained", "softcap", "sinks", "dropout", "padding")
 
     def __init__(self, backend: str | None) -> None:
         self.backend = backend
@@ -127,6 +127,7 @@ class Flashtile(Provider):
     def _features(self, case: Case, inputs: Inputs) -> dict[str, Any]:
         features: dict[str, Any] = {"causal": case.causal, "window_size": case.window, "backend": self.backend}
         features |= {"attn_bias": inputs.bias, "softcap": case.softcap, "sinks": inputs.sinks}
+        features |= {"attn_mask": inputs.mask, "dropout_p": case.dropout}
         if case.lengths is not None:
             features |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
             features |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
@@ -217,7 +218,7 @@ class SdpaKernel(Provider):
 
     name, code = "cudnn", "aten._scaled_dot_product_cudnn_attention"
     heads_first = True
-    takes: tuple[str, ...] = ("bias",)
+    takes: tuple[str, ...] = ("bias", "dropout", "padding")
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -239,8 +240,9 @@ class SdpaKernel(Provider):
 
     def attend(self, case: Case, inputs: Inputs) -> Attend:
         cudnn, causal = torch.ops.aten._scaled_dot_product_cudnn_attention, case.causal
-        bias = None if inputs.bias is None else inputs.bias.expand(case.batch, -1, -1, -1)
-        return lambda q, k, v: cudnn(q, k, v, bias, q.requires_grad, 0.0, causal)[0]
+        bias = inputs.bias if inputs.mask is None else torch.where(inputs.mask, 0.0, -torch.inf).to(case.torch_dtype)
+        bias = None if bias is None else bias.expand(case.batch, -1, case.seqlen_q, -1)
+        return lambda q, k, v: cudnn(q, k, v, bias, q.requires_grad, case.dropout, causal)[0]
 
 
 class FlashAttention2(SdpaKernel):
@@ -251,7 +253,7 @@ class FlashAttention2(SdpaKernel):
 
     name, code = "fa2", "aten._flash_attention_forward"
     heads_first = False
-    takes = ()
+    takes = ("dropout",)
 
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
         if case.dtype not in ("float16", "bfloat16"):
@@ -266,7 +268,7 @@ class FlashAttention2(SdpaKernel):
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             longest = (q.shape[1], k.shape[1]) if bounds is None else (case.seqlen_q, case.seqlen_k)
             v = F.pad(v, (0, wider)) if wider else v
-            sizes = (bounds, bounds, *longest, 0.0, case.causal, False)
+            sizes = (bounds, bounds, *longest, case.dropout, case.causal, False)
             out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, **windows)[0]
             return out[..., :-wider] if wider else out
 
@@ -297,12 +299,11 @@ class Sdpa(Provider):
     """PyTorch's function as its users call it: with a boolean mask for a window, packed sequences one by one."""
 
     name, code = "sdpa", "torch.nn.functional.scaled_dot_product_attention"
-    heads_first, takes = True, ("bias",)
+    heads_first, takes = True, ("bias", "trained", "dropout", "padding")
 
     def attend(self, case: Case, inputs: Inputs) -> Attend:
-        sdpa: Attend = functools.partial(
-            F.scaled_dot_product_attention, enable_gqa=case.num_heads_q > case.num_heads_kv
-        )
+        features: dict[str, Any] = {"enable_gqa": case.num_heads_q > case.num_heads_kv, "dropout_p": case.dropout}
+        sdpa: Attend = functools.partial(F.scaled_dot_product_attention, **features)
         if case.lengths is not None:
             lengths = list(case.lengths)
 
@@ -311,8 +312,9 @@ class Sdpa(Provider):
                 return torch.cat([sdpa(*each, is_causal=case.causal)[0].transpose(0, 1) for each in sequences])
 
             return one_by_one
-        if inputs.bias is not None or (case.window is None and (not case.causal or case.seqlen_q == case.seqlen_k)):
-            return functools.partial(sdpa, attn_mask=inputs.bias, is_causal=case.causal)
+        given = inputs.bias if inputs.bias is not None else inputs.mask
+        if given is not None or (case.window is None and (not case.causal or case.seqlen_q == case.seqlen_k)):
+            return functools.partial(sdpa, attn_mask=given, is_causal=case.causal)
         return functools.partial(sdpa, attn_mask=case.band.dense(case.seqlen_q, case.seqlen_k, device=inputs.q.device))
 
 

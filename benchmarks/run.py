@@ -33,6 +33,7 @@ DEFAULT_PROVIDERS = {
     "backward": GPU_PROVIDERS,
     "models": ("flashtile", "flashtile-portable", "fa3", "cudnn", "fa2", "flex"),
     "models-portable": ("flashtile-portable", "fa2"),
+    "uses": ("flashtile", "fa3", "cudnn", "fa2", "sdpa"),
     "big-heads": ("flashtile", "flashtile-portable", "sdpa"),
     "fp8": ("flashtile-hopper-fp8", "flashtile-hopper-fp8-call", "flashtile-hopper", "cudnn-fp8"),
     "cpu": ("flashtile-cpu", "sdpa"),

@@ -115,6 +115,7 @@ _FEATURES = (
     Case("sinks_causal", sinks=True, causal=True, seqlen_q=41),
     Case("dropout", dropout=0.3),
     Case("dropout_causal", dropout=0.5, causal=True),
+    Case("dropout_320", dropout=0.3, head_dim=320, seqlen_q=20, seqlen_k=35),
     Case("lse_grad", lse_grad=True),
     Case("lse_grad_causal_sinks", lse_grad=True, causal=True, sinks=True, seqlen_q=45),
     Case("large_scores", magnitude=30.0, causal=True),

@@ -50,7 +50,6 @@ def test_each_has_its_share() -> None:
     "values",
     [
         {"head_dim": 32, "head_dim_v": 32},
-        {"dropout_p": 0.1},
         {"seqlen_q": 50, "seqlen_k": 50},
         {"compute_capability": (8, 0)},
         {"grads": Grads(bias=True)},

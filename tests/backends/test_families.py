@@ -141,7 +141,7 @@ def test_launches_of_a_family_with_the_same_constants_ask_for_one_build(backend:
     for case in WITHOUT_SCORE_TENSORS:
         if case.head_dim % 8 or (case.head_dim_v or 0) % 8 or case.layout == "sliced" or 0 in (case.batch,):
             continue
-        if backend == "hopper" and (case.dropout or (direction == "backward" and case.head_dim_v)):
+        if backend == "hopper" and direction == "backward" and (case.head_dim_v or case.head_dim > 256):
             continue
         if 0 in (case.seqlen_q, case.seqlen_k) and backend == "hopper":
             continue

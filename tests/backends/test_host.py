@@ -249,3 +249,31 @@ def test_scratch_memory_is_left_to_triton() -> None:
                             launch_cooperative_grid=False, launch_pdl=False)  # fmt: skip
     what = launch.Specialisation({"x_ptr": "*fp32"}, {}, (), {"x_ptr": "x_ptr"})
     assert host.why_unknown(what, SimpleNamespace(metadata=about, asm={})) == "it needs scratch memory"
+
+
+@pytest.mark.parametrize(("shared", "threads"), [(1 << 16, 256), (1 << 12, 256), (1 << 16, 128)])
+def test_code_is_loaded_without_a_launcher(shared: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For which Triton 3.6 runs a compiler of C; what needs more than the device has is refused, as by Triton."""
+    from triton.runtime import driver as triton_driver
+    from triton.runtime.errors import OutOfResources
+
+    loaded: list[tuple[Any, ...]] = []
+
+    class Utils:
+        def get_device_properties(self, device: int) -> dict[str, int]:
+            return {"max_shared_mem": shared}
+
+        def load_binary(self, *given: Any) -> tuple[int, ...]:
+            loaded.append(given)
+            return 5, 77, 32, 0, threads
+
+    what = launch.specialise(_launch(torch.zeros(64, 64, dtype=torch.bfloat16)))
+    compiled = launch.compile_kernel(scaled_copy, what, {"num_warps": 8}, GPUTarget("cuda", 90, 32))
+    needed = compiled.metadata.shared
+    monkeypatch.setattr(triton_driver, "_active", SimpleNamespace(utils=Utils()))
+    if needed > shared or threads < 256:
+        with pytest.raises(OutOfResources):
+            host._load_code(compiled, 3)
+        return
+    host._load_code(compiled, 3)
+    assert loaded == [(compiled.name, compiled.kernel, needed, 3)] and compiled.function == 77

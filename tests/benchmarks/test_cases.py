@@ -40,7 +40,7 @@ def test_packed_and_windowed_cells_count_the_pairs_they_keep():
     assert window.kept_pairs() == int(Band(4, 0).dense(32, 32).sum())
 
 
-@pytest.mark.parametrize("name", ["forward", "backward", "big-heads", "fp8", "cpu"])
+@pytest.mark.parametrize("name", ["forward", "backward", "uses", "big-heads", "fp8", "cpu"])
 def test_every_case_survives_json(name):
     for case in suite(name):
         assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
@@ -55,7 +55,7 @@ def test_cells_are_chosen_by_glob_or_by_part():
 
 
 def test_an_unknown_suite_is_refused():
-    with pytest.raises(ValueError, match="must be forward, backward, models, big-heads, fp8 or cpu"):
+    with pytest.raises(ValueError, match="must be forward, backward, models, uses, big-heads, fp8 or cpu"):
         suite("sideways")
 
 
@@ -82,3 +82,21 @@ def test_big_heads_are_past_256_in_both_directions() -> None:
     assert {case.head_dim for case in cases} == {320, 384, 512}
     assert {case.seqlen_q for case in cases if not case.model} == {4096, 8192, 16384}
     assert sum(case.direction == "backward" for case in cases) == 22
+
+
+def test_uses_have_every_kind_in_both_directions() -> None:
+    cases = suite("uses")
+    assert len({case.name for case in cases}) == len(cases)
+    forward, backward = ([c for c in cases if c.direction == each] for each in ("forward", "backward"))
+    assert [c.model for c in forward] == [c.model for c in backward]
+    assert {name for c in cases for name in c.needs} == {"bias", "trained", "sinks", "dropout", "padding"}
+    assert {c.dtype for c in cases} == {"bfloat16", "float32"}
+    assert {16, 24, 32, 40} <= {c.head_dim for c in cases} and min(c.seqlen_q for c in cases) == 1
+
+
+def test_padded_sequences_end_where_their_mask_says() -> None:
+    case = Case("forward", "float32", 5, 40, 64, 2, 2, 16, padded=True)
+    mask = make_inputs(case, torch.device("cpu")).mask
+    assert mask is not None and mask.shape == (5, 1, 1, 64)
+    assert mask.sum(-1).flatten().tolist() == case.key_lengths == [64, 44, 57, 37, 50]
+    assert case.kept_pairs() == 40 * sum(case.key_lengths)

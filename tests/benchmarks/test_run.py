@@ -303,3 +303,31 @@ def test_features_of_models_reach_those_that_have_them(more: dict[str, Any]) -> 
     with pytest.raises(NotTimedError, match="no backward on the CPU"):
         prepared(PROVIDERS["flex"], case, inputs)
     assert PROVIDERS["flex"].refusal(SMALL, make_inputs(SMALL, CPU)) == "not asked"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_padding_reaches_those_that_have_it(direction: Any) -> None:
+    case = Case(direction, "float32", 3, 20, 40, 2, 2, 16, padded=True)
+    inputs = make_inputs(case, CPU)
+    reference = Reference(case, inputs)
+    for name in ("flashtile", "sdpa"):
+        outputs = PROVIDERS[name].native(prepared(PROVIDERS[name], case, inputs)(), case)
+        assert reference.error(outputs) < reference.limit
+    assert Reference(replace(case, padded=False), replace(inputs, mask=None)).error(outputs) > reference.limit
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_dropout_is_compared_with_another_draw(direction: Any) -> None:
+    case = Case(direction, "float32", 2, 512, 512, 2, 2, 16, causal=True, dropout=0.1)
+    inputs = make_inputs(case, CPU)
+    reference = Reference(case, inputs)
+    for name in ("flashtile", "sdpa"):
+        outputs = PROVIDERS[name].native(prepared(PROVIDERS[name], case, inputs)(), case)
+        assert reference.error(outputs) < reference.limit
+    # Without dropout, and with half of it.
+    for dropout in (0.0, 0.05):
+        other = replace(case, dropout=dropout)
+        outputs = PROVIDERS["flashtile"].native(prepared(PROVIDERS["flashtile"], other, inputs)(), other)
+        assert reference.error(outputs) > 1.5 * reference.limit
+    with pytest.raises(NotTimedError, match="refused: no dropout"):
+        prepared(PROVIDERS["fa3"], case, inputs)

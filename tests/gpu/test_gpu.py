@@ -94,9 +94,9 @@ TRAINED = [case for case in LARGE if case.bias is not None]
 @pytest.mark.parametrize("dtype", SHORT, ids=_id)
 @pytest.mark.parametrize("case", TRAINED, ids=str)
 def test_a_trained_bias(case: Case, dtype: torch.dtype) -> None:
-    """On Hopper by two backends, but for dropout."""
+    """On Hopper by two backends."""
     call = build(case, dtype, "cuda")
-    with_hopper = call.problem.compute_capability == (9, 0) and not case.dropout
+    with_hopper = call.problem.compute_capability == (9, 0)
     assert dispatch.select(call.problem, "backward").name == ("hopper" if with_hopper else "portable")
     judge(call, None)
 

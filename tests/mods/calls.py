@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
 
+import flashtile
 from flashtile.api.blocks import create_block_mask
 from flashtile.api.keywords import Masked, masked_by
 from flashtile.call.arguments import Options, grads_of
@@ -30,6 +31,30 @@ class ModCall(Call):
                 operands[int(name[7:])] = x
         tensors = replace(made.tensors, operands=tuple(operands) if self.tensors.operands is not None else None)
         return replace(made, tensors=tensors, leaves=leaves)
+
+
+def indices_are_cut(backend: str | None, dtype: torch.dtype, head_dim: int = 64) -> bool:
+    """Whether what is read past a tensor's ends is its last element, as if the function cut the index itself.
+
+    That is so bit for bit, and of gradients too.
+    """
+    made = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, n, 2, head_dim, generator=made).to(dtype).requires_grad_() for n in (90, 120, 120))
+    table = torch.randn(2, 40, generator=made).to(dtype).requires_grad_()
+
+    def cut_here(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + table[h, (q_idx - kv_idx).abs()] + table[h, q_idx - kv_idx]
+
+    def cut_by_hand(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        n, apart = table.shape[1], q_idx - kv_idx
+        from_end = torch.where(apart < 0, apart + n, apart)
+        return score + table[h, apart.abs().clamp(max=n - 1)] + table[h, from_end.clamp(0, n - 1)]
+
+    found = []
+    for function in (cut_here, cut_by_hand):
+        out = flashtile.attention(q, k, v, score_mod=function, deterministic=True, backend=backend)
+        found.append((out, *torch.autograd.grad(out.float().square().sum(), (q, k, v, table))))
+    return all(map(torch.equal, *found))
 
 
 def with_functions(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from flashtile import mods
 from flashtile.backends.gpu.decode.config import splits_keys
 from flashtile.backends.gpu.launch import Captured, compile_kernel, lower, specialise
 from flashtile.backends.portable.launches import launches
 from flashtile.mods import record
-from flashtile.mods.graph import parse
-from flashtile.mods.places import way_of
+from flashtile.mods.graph import parse, places_of
+from flashtile.mods.places import tabulated, way_of
+from flashtile.mods.printed import source
 from tests.cases import Case, build
 from tests.mods.calls import with_functions
 from tests.mods.functions import SCORES, Sizes
@@ -23,9 +27,59 @@ def test_how_places_depend_on_a_pair() -> None:
         text = record.lowered(SCORES[name](sizes).function, "score_mod", "score", False).text
         graph = parse(text) if text else None
         ways[name] = [way_of(graph, p.load) for p in graph.partials] if graph else []
-    assert ways["by_distance"] == ["diagonals"] and ways["buckets"] == ["any"] and ways["graphormer"] == ["any"]
+    assert ways["by_distance"] == ways["buckets"] == ["diagonals"] and ways["graphormer"] == ["any"]
     assert ways["bias"] == ways["bias_turned"] == ["pairs"] and sorted(ways["read_twice"]) == ["keys", "rows"]
     assert ways["learned_temperature"] == ["rows", "rows"] and ways["gated"] == ["rows"]
+
+
+_TABLE, _BY_ROW = torch.randn(2, 9), torch.randn(9)
+
+
+@pytest.mark.parametrize(
+    ("index", "way"),
+    [
+        (lambda q, kv: q - kv, "diagonals"), (lambda q, kv: kv - q + 4, "diagonals"),
+        (lambda q, kv: (2 * q - kv - (q - 1)).abs(), "diagonals"), (lambda q, kv: (q > kv) * 3, "diagonals"),
+        (lambda q, kv: torch.maximum(q, kv) - q, "diagonals"),
+        (lambda q, kv: torch.maximum(q, q - 1) - kv, "diagonals"),
+        (lambda q, kv: torch.where(q - kv > 3, 1, kv - q), "diagonals"), (lambda q, kv: q + kv, "any"),
+        (lambda q, kv: 2 * q - kv, "any"), (lambda q, kv: q // 2 - kv // 2, "any"), (lambda q, kv: (q > 3) * kv, "any"),
+        (lambda q, kv: (q * 0.5 - kv * 0.5).int(), "any"), (lambda q, kv: -(q % 4) + kv % 4, "any"),
+    ],
+)  # fmt: skip
+def test_what_is_a_place_by_distance(index: Callable[..., torch.Tensor], way: str) -> None:
+    """It is the same for all pairs of one distance, and is only then said to be; as values show."""
+
+    def function(score, b, h, q_idx, kv_idx):
+        return score + _TABLE[h, index(q_idx, kv_idx)] * _BY_ROW[q_idx]
+
+    graph = parse(record.lowered(function, "score_mod", "score", False).text)
+    load = next(n for n, node in enumerate(graph.nodes) if node.op == "load" and len(node.args) == 3)
+    assert way_of(graph, load) == way
+    at = {"h": torch.tensor(1), "b": torch.tensor(0), "score": torch.zeros(())}
+    at |= {"i": torch.arange(9)[:, None], "j": torch.arange(9)}
+    operands = [_TABLE if kind == "f2" else _BY_ROW for kind in graph.operands]
+    found = places_of(graph, load, at, operands, (), torch.float32).expand(9, 9)
+    same = all(len(found.diagonal(n).unique()) == 1 for n in range(-8, 9))
+    assert same or way == "any"
+    assert tabulated(graph) == ((load,) if way == "diagonals" else ())
+
+
+def test_the_last_of_what_follows_from_the_distance_is_tabulated() -> None:
+    buckets, gate = torch.randn(8, 2), torch.randn(2)
+
+    def function(score, b, h, q_idx, kv_idx):
+        bias = mods.t5(buckets)(0.0, b, h, q_idx, kv_idx) * gate[h]
+        return score * torch.sigmoid(bias) + 0.1 * (q_idx - kv_idx)
+
+    graph = parse(record.lowered(function, "score_mod", "score", False).text)
+    values = [graph.nodes[n].op for n in tabulated(graph)]
+    assert "sigmoid" in values and "log" not in values
+    text = source(graph.text, True)
+    assert text.count("functions.by_distance(") == len(values)
+    fetch, score = text.index("def fetch"), text.index("def linear")
+    assert "tl.load" not in text[fetch:score] and "tl.log" in text[text.index("def of_distance") :]
+    assert source(graph.text).count("tl.log") > text.count("tl.log")
 
 
 def test_new_values_and_lengths_need_no_other_build() -> None:

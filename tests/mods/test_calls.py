@@ -8,7 +8,7 @@ import torch
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError
 from tests.cases import Case, judge
-from tests.mods.calls import with_functions
+from tests.mods.calls import indices_are_cut, with_functions
 from tests.mods.functions import MASKS, SCORES
 
 DENSE = Case("mods", batch=2, seqlen_q=37, seqlen_k=37, heads=4, kv_heads=2)
@@ -40,6 +40,11 @@ def test_both_at_once(dtype: torch.dtype) -> None:
 def test_a_call_of_many_tiles() -> None:
     case = Case("mods_long", batch=1, seqlen_q=300, seqlen_k=1100, heads=6, kv_heads=3, head_dim=8)
     judge(with_functions(case, "by_distance", "heads_differ", torch.float32), "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_indices_past_the_ends_are_cut(dtype: torch.dtype) -> None:
+    assert indices_are_cut("cpu", dtype)
 
 
 def test_what_is_captured_may_alone_need_a_gradient() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +36,22 @@ def test_two_closures_of_one_graph_share_one_text_and_one_trace(monkeypatch: pyt
     other = lowered(relative(torch.randn(2, 70, dtype=torch.bfloat16), 5.0))
     assert one.text == other.text and one.numbers == (3.0,) and other.numbers == (5.0,)
     assert other.operands[0].shape == (2, 70)
+
+
+def test_a_trace_loads_no_compiler() -> None:
+    """It takes seconds to load; a function's first call would wait for it though no kernel is to be built."""
+    code = """
+import sys
+import torch
+from flashtile import mods
+from flashtile.mods.record import lowered
+for f in (mods.t5(torch.randn(8, 2)), mods.alibi(torch.randn(2)), mods.softcap(9.0), lambda s, b, h, i, j: s / (i + 1)):
+    assert lowered(f, "score_mod", "score", False).text
+assert lowered(mods.neighbourhood_2d(8, 2), "mask_mod", "mask", False).text
+loaded = [name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules]
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_order_in_which_a_sum_is_written_is_no_difference() -> None:

@@ -50,11 +50,14 @@ CASES = (
     # Heads that share tiles.
     Case("group", batch=1, seqlen_q=20, seqlen_k=150, heads=10, kv_heads=2, head_dim=128, causal=True, sinks=True),
     Case("group_varlen", batch=2, lengths=((21, 130), (9, 30)), heads=3, kv_heads=1, head_dim=64, spare=3),
+    Case("dropout", batch=2, seqlen_q=130, seqlen_k=150, heads=2, kv_heads=1, head_dim=64, causal=True, dropout=0.2),
+    Case("dropout", batch=1, seqlen_q=70, seqlen_k=150, heads=1, kv_heads=1, head_dim=128, dropout=0.3),
+    Case("dropout", batch=1, seqlen_q=70, seqlen_k=80, heads=1, kv_heads=1, head_dim=192, dropout=0.3),
 )  # fmt: skip
 
 
 # The first two share their kernels with what is taken out below, and with the sums.
-QUICK = {(0, True), (1, False), (3, False), (10, True), (13, False)}
+QUICK = {(0, True), (1, False), (3, False), (10, True), (13, False), (15, True)}
 RUNS = slow_but(
     [(case, at_wait) for case in CASES for at_wait in (True, False)],
     lambda each: (CASES.index(each[0]), each[1]) in QUICK,

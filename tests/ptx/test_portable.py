@@ -13,6 +13,7 @@ from flashtile.backends import portable as portable_backend
 from flashtile.backends.portable.backward import launch
 from flashtile.backends.portable.quantized.config import choose
 from tests.cases import Case, build, judge
+from tests.mods.calls import with_functions
 from tests.origins import judge_parts
 from tests.ptx import portable
 from tests.ptx.machine import Options
@@ -71,6 +72,25 @@ def test_float32_by_products_of_bfloat16(case: Case, arch: str) -> None:
     """Under float32's own rule: three products instead of six are three times over it."""
     with portable.on_cpu(Options(seed=len(case.name)), arch):
         judge(build(case, torch.float32), "portable")
+
+
+# Listed blocks of 16 keys and of 16 rows, and what has tiles of 16 keys without lists, on sm_80.
+SIXTEEN = (
+    (Case("listed", batch=1, seqlen_q=33, seqlen_k=40, heads=2, kv_heads=1, head_dim=64, dropout=0.5), (32, 16)),
+    (Case("listed", batch=1, seqlen_q=33, seqlen_k=33, heads=1, kv_heads=1, head_dim=64, dropout=0.3), (16, 16)),
+    (Case("wide", batch=1, seqlen_q=20, seqlen_k=35, heads=1, kv_heads=1, head_dim=320, mask="qk", dropout=0.3), None),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+@pytest.mark.parametrize(("case", "listed"), SIXTEEN, ids=str)
+def test_dropout_in_tiles_of_16(case: Case, listed: tuple[int, int] | None, arch: str) -> None:
+    """With a mask in bytes, which Triton takes into account when it lays out the probabilities for their product."""
+    call = with_functions(case, None, "random_pairs" if listed else None, torch.bfloat16, frozen=True, listed=listed)
+    # Several warps write the same numbers of so small a tile, which a watch would report.
+    with portable.on_cpu(Options(seed=2, watch=False), arch):
+        judge(call, "portable")
 
 
 def _gradients(arch: str, tensors: list[Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from flashtile.mods.record import ModKey, Operand, lowered
 from flashtile_lab.kernels.build import KernelBuild, kernel_builds
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
-_BACKWARD = ("interval_bounds", "prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
 _NO_SPILL = {"attention_forward": 0}
 _EVERYTHING: dict[str, Any] = {"varlen": True, "softcap": 30.0, "sinks": True}
 
@@ -201,6 +200,7 @@ def _forward_problems() -> list[Problem]:
         (_CAUSAL, {"varlen": True}),
         (_FULL, {"varlen": True}),
         (_WINDOW, _EVERYTHING),
+        (_CAUSAL, {"dropout_p": 0.1}),
     ]
     others = [_problem(dim, band, **used) for dim in (64, 128, 256) for band, used in features]
     wide = ((96, 96), (192, 192), (192, 128), (160, 160), (128, 256))
@@ -264,8 +264,7 @@ def _adding_builds() -> list[KernelBuild]:
     for dim, band, used in packed + others:
         problem = _problem(dim, band, **used).but(grad_dtype=torch.float32)
         tensors = described_tensors(problem)
-        sums = launch.launches(problem, tensors, tensors.q, None, config.choose(problem), adds=True)
-        by_name = {name: each for name, each in zip(_BACKWARD, sums, strict=True) if each is not None}
+        by_name = launch.launches(problem, tensors, tensors.q, None, config.choose(problem), adds=True)
         made += kernel_builds("hopper", "backward", problem, by_name, limits(problem), ("sums",))
         if used == {"varlen": True} and band is _CAUSAL:
             chained = launch.chain_launches(
@@ -284,6 +283,8 @@ def _backward_problems() -> list[Problem]:
         (_WINDOW, {}),
         (_CAUSAL, {"varlen": True, "deterministic": True}),
         (_WINDOW, {"varlen": True, "softcap": 30.0}),
+        (_CAUSAL, {"dropout_p": 0.1}),
+        (_FULL, {"dropout_p": 0.1, "softcap": 30.0}),
     ]
     others = [_problem(dim, band, **used) for dim in (128, 64, 256) for band, used in features]
     for dim, dim_v in ((96, 96), (192, 192), (192, 128), (160, 160)):
@@ -347,11 +348,10 @@ def _is_new_triton() -> bool:
 def _forward_limit(problem: Problem) -> int:
     """No spill; on Triton 3.9 32 to 64 bytes where a window meets every feature (measured 2026-11-20).
 
-    With ALiBi, bias or mask up to 40 bytes, none of it in loops; 152 at head_dim 160 on Triton 3.9 (2026-11-23). With
-    intervals of keys up to 232 in blocks that they cut, with those of rows none, 8 at head_dim 256. A producer that
-    gathers spills up to 56 bytes, and at head_dim 96, with boxes of 32 columns of queries, 184; on Triton 3.9 80
-    (2026-11-26). It does so once a tile. With users' functions, in tiles that suit them, up to 56 bytes. With lists of
-    blocks 8, on Triton 3.9 72.
+    With ALiBi, bias, mask or dropout up to 40 bytes, few in loops; 152 at head_dim 160 on Triton 3.9, where
+    dropout spills 136 at 128, 80 of them without ping-pong, and 96 at 256. With intervals of keys up to 232 in blocks
+    that they cut, with those of rows 8 at head_dim 256. A producer that gathers spills 56, once a tile, and at 96,
+    with boxes of 32 columns, 184; on Triton 3.9 80. Users' functions 56; lists of blocks 8, on Triton 3.9 72.
     """
     from flashtile.backends.hopper.forward.config import gathers
 
@@ -365,8 +365,9 @@ def _forward_limit(problem: Problem) -> int:
         return 16
     if gathers(problem):
         return 192 if problem.head_dim % 64 else 96 if _is_new_triton() else 64
-    has_mods = problem.alibi or problem.mask or problem.bias_dtype is not None
-    return (160 if problem.head_dim == 160 else 64) if has_mods or _is_new_triton() else 0
+    has_mods = problem.alibi or problem.mask or problem.bias_dtype is not None or problem.dropout_p > 0
+    has_most = problem.head_dim == 160 or (problem.dropout_p > 0 and _is_new_triton())
+    return (160 if has_most else 64) if has_mods or _is_new_triton() else 0
 
 
 def _quantized_limit(problem: Problem) -> int:

@@ -85,6 +85,10 @@ def _is_big_function(p: Problem) -> bool:
     return (p.score_function is not None or p.mask_function is not None) and max(p.head_dim, p.head_dim_v) > 256
 
 
+def _is_rare_dropout(p: Problem) -> bool:
+    return p.dropout_p > 0 and (max(p.head_dim, p.head_dim_v) > 256 or p.score_function is not None)
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature("causal", "causal", lambda p: p.band.right is not None, DIRECTIONS),
     Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), DIRECTIONS),
@@ -114,6 +118,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
     Feature("sinks", "sinks", lambda p: p.sinks, DIRECTIONS),
     Feature("dropout", "dropout", lambda p: p.dropout_p > 0),
+    Feature("rare_dropout", "dropout at head_dim past 256 or with a score_mod", _is_rare_dropout),
     Feature("origins", "positions of a longer sequence (context parallel with dropout or ALiBi)", lambda p: p.origins),
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
     Feature(

@@ -1,12 +1,15 @@
 """Dropout's random numbers: whether (batch, head, row, key) is kept is a pure function of a seed and these indices.
 
-Philox4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3: the fewest
-rounds that pass BigCrush). One evaluation yields four 32-bit words, used for four neighbouring keys:
+A head has a cipher of its own, made by Philox4x32, and a Philox2x32 evaluation yields two words, whose 16-bit halves
+serve two rows and two keys, eight apart (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; 7 rounds
+of either pass BigCrush). Without their bit of value 8, rows and keys are the counter:
 
-    counter = (key // 4, row, batch * num_heads_q + head, offset)      key of the cipher = seed
-    kept if word[key % 4] >= round(dropout_p * 2**32)
+    key, a, b = first words of Philox4x32-7, counter (0, 0, batch * num_heads_q + head, offset), cipher key seed
+    words = Philox2x32-7, counter (a ^ without_8(row), b ^ without_8(key)), cipher key ``key``
+    kept if half (key // 8 % 2, the lower first) of words[row // 8 % 2] >= round(dropout_p * 2**16)
 
-Rows and keys count from the start of their own sequence, so packing does not change which elements are dropped.
+The tensor cores' accumulators hold such four together in one thread, with rows first and with keys first. Rows and keys
+count from the start of their own sequence, so packing does not change which elements are dropped.
 """
 
 from __future__ import annotations
@@ -20,35 +23,52 @@ ROUNDS = 7
 _MASK = 0xFFFFFFFF
 _MULTIPLY_A, _MULTIPLY_B = 0xD2511F53, 0xCD9E8D57
 _WEYL_A, _WEYL_B = 0x9E3779B9, 0xBB67AE85
+_MULTIPLY = 0xD256D193
 
 
 def threshold(dropout_p: float) -> int:
-    """The 32-bit threshold: elements with a smaller word are dropped."""
-    return min(round(dropout_p * 2**32), _MASK)
+    """The 16-bit threshold: elements with a smaller number are dropped."""
+    return min(round(dropout_p * 2**16), 2**16 - 1)
 
 
-def words(rng_state: Tensor, blocks: Tensor, rows: Tensor, heads: Tensor) -> list[Tensor]:
-    """The four words of each counter, as int64 in [0, 2**32).
+def ciphers(rng_state: Tensor, heads: Tensor) -> list[Tensor]:
+    """The key, a and b of each head, as int64 in [0, 2**32).
 
     Args:
         rng_state: ``(2,)`` int64: seed, offset.
-        blocks: ``key // 4``; int64 like rows and heads, and all three broadcast.
-        rows: Row in the sequence.
-        heads: ``batch * num_heads_q + head``.
-
-    Returns:
-        Four tensors of the broadcast shape.
+        heads: ``batch * num_heads_q + head``, int64.
     """
     seed, offset = rng_state[0], rng_state[1]
     key_a, key_b = seed & _MASK, (seed >> 32) & _MASK
-    a, b, c, d = torch.broadcast_tensors(blocks, rows, heads, offset & _MASK)
+    a, b, c, d = torch.broadcast_tensors(heads * 0, heads * 0, heads, offset & _MASK)
     for _ in range(ROUNDS):
         # The products wrap modulo 2**64, which leaves the bits of the unsigned product.
         product_a, product_b = a * _MULTIPLY_A, c * _MULTIPLY_B
         a, c = (product_b >> 32) & _MASK ^ b ^ key_a, (product_a >> 32) & _MASK ^ d ^ key_b
         b, d = product_b & _MASK, product_a & _MASK
         key_a, key_b = (key_a + _WEYL_A) & _MASK, (key_b + _WEYL_B) & _MASK
-    return [a, b, c, d]
+    return [a, b, c]
+
+
+def words(cipher: list[Tensor], rows: Tensor, keys: Tensor) -> list[Tensor]:
+    """The two words of each counter, as int64 in [0, 2**32).
+
+    Args:
+        cipher: ``ciphers``.
+        rows: ``without_8`` of rows in the sequence; int64 like keys, and all broadcast.
+        keys: The same of keys.
+    """
+    key, a, b = cipher[0], cipher[1] ^ rows, cipher[2] ^ keys
+    for _ in range(ROUNDS):
+        product = a * _MULTIPLY
+        a, b = (product >> 32) & _MASK ^ key ^ b, product & _MASK
+        key = (key + _WEYL_A) & _MASK
+    return [a, b]
+
+
+def without_8(places: Tensor) -> Tensor:
+    """Numbers without their bit of value 8: those above it move down."""
+    return places // 16 * 8 + places % 8
 
 
 def keep(
@@ -75,17 +95,16 @@ def keep(
         ``(len(batch), num_heads_q, rows, keys)`` bool, True where kept.
     """
     device = rng_state.device
-    first = keys[0] // 4
-    blocks = torch.arange(first, -(-keys[1] // 4), device=device)
     sequences = torch.arange(batch.start, batch.stop, device=device)
     heads = sequences[:, None, None, None] * num_heads_q + torch.arange(num_heads_q, device=device)[:, None, None]
-    row = torch.arange(rows[0], rows[1], device=device)[:, None]
-    place = slice(keys[0] - 4 * first, keys[1] - 4 * first)
+    row, key = torch.arange(*rows, device=device), torch.arange(*keys, device=device)
     if origin is not None:
-        key = origin.key + origin.key_step * torch.arange(*keys, device=device)
-        blocks, block_of_key = torch.unique_consecutive(key // 4, return_inverse=True)
-        heads, row = heads + (origin.head - batch.start * num_heads_q), origin.row + origin.row_step * row
-        place = 4 * block_of_key + key % 4
-    limit = threshold(dropout_p)
-    kept = torch.stack([word >= limit for word in words(rng_state, blocks, row, heads)], dim=-1).flatten(-2)
-    return kept[..., place]
+        heads = heads + (origin.head - batch.start * num_heads_q)
+        row, key = origin.row + origin.row_step * row, origin.key + origin.key_step * key
+    # Each counter once.
+    own_rows, at_row = torch.unique(without_8(row), return_inverse=True)
+    own_keys, at_key = torch.unique(without_8(key), return_inverse=True)
+    found, limit = words(ciphers(rng_state, heads), own_rows[:, None], own_keys), threshold(dropout_p)
+    halves = [torch.stack([word & 0xFFFF, word >> 16], dim=-1) >= limit for word in found]
+    kept = torch.stack(halves, dim=3).flatten(2, 3).flatten(-2)
+    return kept[..., 2 * at_row + row // 8 % 2, :][..., 2 * at_key + key // 8 % 2]

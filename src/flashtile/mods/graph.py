@@ -119,11 +119,11 @@ class Graph:
             found.append(max([own, *(found[n] for n in inputs_of(node))]))
         return tuple(found)
 
-    def needed(self, ends: Sequence[int]) -> list[int]:
-        """The nodes that some need, themselves among them, in order."""
+    def needed(self, ends: Sequence[int], given: Sequence[int] = ()) -> list[int]:
+        """The nodes that some need, themselves among them, in order; but for what those given need."""
         wanted = set(ends)
         for n in range(len(self.nodes) - 1, -1, -1):
-            if n in wanted:
+            if n in wanted and n not in given:
                 wanted.update(inputs_of(self.nodes[n]))
         return sorted(wanted)
 

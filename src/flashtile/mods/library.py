@@ -23,12 +23,13 @@ ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 def source(f: Callable[..., Any]) -> str:
     """The Triton functions that kernels call for a score mod or a mask mod, as text.
 
-    Two functions that compute the same but for values have one text.
+    Two functions that compute the same but for values have one text. Calls over a cache compute in place what others
+    read from a table of distances (``of_distance``).
 
     Raises:
         InvalidInputError: f is no mod.
     """
-    return _printed(source_graph(f).text)
+    return _printed(source_graph(f).text, True)
 
 
 def and_masks(*masks: MaskMod) -> MaskMod:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from flashtile.mods.build import Builder
 from flashtile.mods.graph import OPERATORS, kind_of
 from flashtile.mods.reading import Refused
@@ -56,21 +54,20 @@ def _formulas(b: Builder) -> dict[str, Callable[..., int]]:
 
 
 def record(recorder: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs an operator on fake tensors and records what it computes."""
-    if func.namespace == "prim" or func.overloadpacket.__name__ in _VALUES:
-        return func(*args, **kwargs)  # the latter raise, since there is no value
+    """Records what an operator computes, of numbers without values."""
     name = func.overloadpacket.__name__
+    if name in _VALUES:
+        raise Refused(
+            "needs the value of a score or an index in Python (if, range, int): it has none when the function is "
+            "traced; use torch.where"
+        )
     in_place = name.endswith("_") and not name.endswith("__")
     if in_place:
         name = name[:-1]
     node_of = _known(recorder, name)
     if node_of is None:
         return _decomposed(recorder, func, args, kwargs)
-    out = func(*args, **kwargs)
-    if not isinstance(out, Tensor) or out.dim():
-        raise Refused(
-            f"{func} in it makes {tuple(out.shape) if isinstance(out, Tensor) else type(out)}, not one number"
-        )
+    out = args[0] if in_place else recorder.unknown(func, args, kwargs)
     recorder.stands_for(out, node_of(args, kwargs, kind_of(out.dtype)))
     return out
 

@@ -1,4 +1,7 @@
-"""How the places that a load reads depend on a pair: what decides the order in which its gradient is summed."""
+"""How the places that a load reads depend on a pair: what decides the order in which its gradient is summed.
+
+And which values depend on a pair's distance alone, so that kernels read them from a table.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from flashtile.mods.graph import Graph, inputs_of
 # rows: on b, h and i alone. keys: on b, h and j. pairs: each pair of a head has an entry of its own. diagonals: on
 # i - j, b and h. any: otherwise.
 Way = Literal["rows", "keys", "pairs", "diagonals", "any"]
+# What takes many instructions.
+DEAR = {"floordiv", "rem", "fmod", "pow", "exp", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "erf"}
+_COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -43,11 +49,61 @@ def _name(graph: Graph, n: int) -> str | None:
     return node.op if node.op in ("b", "h", "i", "j") else None
 
 
+@functools.lru_cache(maxsize=1024)
+def _drifts(graph: Graph) -> tuple[int | None, ...]:
+    """How much each node grows where i and j both grow by one; 0 of what follows from their distance, None if unknown.
+
+    Of integers alone, which do not round: a float that is not of the distance alone is unknown.
+    """
+    found: list[int | None] = []
+    for node in graph.nodes:
+        op, kind, _ = node
+        given = [found[n] for n in inputs_of(node)]
+        drift: int | None = None if op == "score" or None in given else 0
+        x, y = (*given, 0, 0)[:2]
+        if op in ("i", "j"):
+            drift = 1
+        elif drift is not None and any(given):
+            assert x is not None and y is not None
+            if op in ("add", "sub"):
+                drift = x + y if op == "add" else x - y
+            elif op in ("neg", "cast"):
+                drift = -x if op == "neg" else x
+            elif op in _COMPARE or op in ("maximum", "minimum"):
+                drift = None if x != y else 0 if op in _COMPARE else x
+            elif op == "mul":
+                drift = next((d * graph.nodes[n].args[0] for n, d in zip(node.args, (y, x), strict=True)
+                              if graph.nodes[n].op == "const"), None)  # fmt: skip
+            else:
+                drift = None
+            drift = None if drift and kind not in "il" else drift
+        found.append(drift)
+    return tuple(found)
+
+
 def _is_of_distance(graph: Graph, n: int) -> bool:
     """Whether a node depends on i and j by their difference alone."""
-    node = graph.nodes[n]
-    if node.op in ("i", "j", "score"):
-        return False
-    if node.op == "sub" and sorted(_name(graph, x) or "" for x in node.args) == ["i", "j"]:
-        return True
-    return all(_is_of_distance(graph, x) for x in inputs_of(node))
+    return _drifts(graph)[n] == 0
+
+
+@functools.lru_cache(maxsize=1024)
+def tabulated(graph: Graph) -> tuple[int, ...]:
+    """Floats of a score mod that depend on a pair's distance alone and are dear: worth a table, made once a head.
+
+    Of those that follow from one another the last, in order.
+    """
+    if graph.what != "score":
+        return ()
+    ends = {graph.result, *(() if graph.slope is None else (graph.slope,)), *(p.slope for p in graph.partials)}
+    able = [n for n, node in enumerate(graph.nodes)
+            if node.kind == "f" and _is_of_distance(graph, n) and _is_dear(graph, n)]  # fmt: skip
+    return tuple(n for n in graph.needed(sorted(ends), able) if n in able)
+
+
+def _is_dear(graph: Graph, n: int) -> bool:
+    """Whether a node takes many instructions for each pair."""
+    return any(
+        (graph.nodes[x].op == "load" or graph.nodes[x].op in DEAR)
+        and {"i", "j"} <= {graph.nodes[y].op for y in graph.needed([x])}
+        for x in graph.needed([n])
+    )

@@ -7,8 +7,10 @@
     linear(score, fetched, operands, head, rows, at)        the score and its slope
     partials(score, fetched, operands, head, rows, at)      derivatives of it by what is loaded
     places(fetched, operands, sums, head, rows, at)         and where each of those is in sums, as 64-bit numbers
+    of_distance(operands, head, at)                         values of ``places.tabulated``, for their table
 
-``at`` is the device's ``At``, ``operands`` its ``Operands``. Indices are clamped to their tensors.
+``at`` is the device's ``At``, ``operands`` its ``Operands``. Indices are clamped to their tensors. With a table of what
+depends on the distance alone, ``fetch`` reads it from there.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import hashlib
 from collections.abc import Sequence
 
 from flashtile.mods.graph import Graph, Node, inputs_of, parse
+from flashtile.mods.places import tabulated
 
 HEADER = '''"""Mod {name}, printed from its graph."""
 import triton
@@ -57,9 +60,12 @@ _PARTS = 5
 
 
 @functools.lru_cache(maxsize=1024)
-def source(text: str) -> str:
-    """The functions of a graph, by its text; one text for all graphs that compute the same."""
-    return _Printer(parse(text)).source()
+def source(text: str, has_table: bool = False) -> str:
+    """The functions of a graph, by its text; one text for all graphs that compute the same.
+
+    ``has_table``: whether kernels are given a table of ``places.tabulated``.
+    """
+    return _Printer(parse(text), has_table).source()
 
 
 def name_of(text: str) -> str:
@@ -70,14 +76,18 @@ def name_of(text: str) -> str:
 class _Printer:
     """Prints one graph."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, has_table: bool) -> None:
         self.graph = graph
+        self.all_tabulated = tabulated(graph)
+        self.tabulated = self.all_tabulated if has_table else ()
         ends = [graph.result, *(() if graph.slope is None else (graph.slope,)), *(x for p in graph.partials for x in p)]
-        needed = graph.needed(ends)
-        levels = graph.levels
-        self.fetched = [n for n in needed if graph.nodes[n].op == "load" and levels[n] == 2]
+        needed, levels = graph.needed(ends), graph.levels
         self.crossing = [self._crossing(needed, ends, level) for level in (0, 1)]
         self.divisors = sorted({graph.nodes[n].args[1] for n in needed if self._divides_index(graph.nodes[n])})
+        if self.tabulated:
+            loads = {p.load for p in graph.partials}
+            needed = graph.needed([n for n in ends if n not in loads - {graph.result}], self.tabulated)
+        self.fetched = [n for n in needed if (graph.nodes[n].op == "load" and levels[n] == 2) or n in self.tabulated]
 
     def _crossing(self, needed: Sequence[int], ends: Sequence[int], level: int) -> list[int]:
         """The nodes of a level that others of a higher one take."""
@@ -113,7 +123,7 @@ class _Printer:
         parts = [
             self._function("of_head(operands, at)", head, (), self.divisors),
             self._function("of_rows(operands, head, at)", rows, ("head",)),
-            self._function("fetch(operands, head, rows, at)", self.fetched, ("head", "rows")),
+            self._function("fetch(operands, head, rows, at)", self.fetched, ("head", "rows", "table")),
         ]
         if graph.what == "mask":
             keep = self._body([graph.result], ("head", "rows", "fetched"))
@@ -132,6 +142,8 @@ class _Printer:
             body = self._body(slopes, ("head", "rows", "fetched"))
             parts.append(f"def partials{arguments}:\n{body}    return {_tuple([self._of_score(n) for n in slopes])}\n")
             parts.append(self._places())
+            if self.all_tabulated:
+                parts.append(self._function("of_distance(operands, head, at)", self.all_tabulated, ("head",)))
         return HEADER.format(name=name_of(graph.text)) + "\n\n".join("@triton.jit\n" + part for part in parts)
 
     def _places(self) -> str:
@@ -158,6 +170,9 @@ class _Printer:
         for name, nodes in (("head", self.crossing[0]), ("rows", self.crossing[1]), ("fetched", self.fetched)):
             if name in given:
                 have |= {n: f"{name}[{place}]" for place, n in enumerate(nodes)}
+        if "table" in given:
+            table = enumerate(self.tabulated)
+            have |= {n: f"functions.by_distance(operands.table, {place}, at)" for place, n in table}
         lines: list[str] = []
         done: set[int] = set()
 

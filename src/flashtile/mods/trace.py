@@ -86,18 +86,7 @@ def _nothing_else() -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    if isinstance(error, Refused):
-        return str(error)
-    if type(error).__name__ in (
-        "DataDependentOutputException",
-        "GuardOnDataDependentSymNode",
-        "DynamicOutputShapeException",
-    ):
-        return (
-            "needs the value of a score or an index in Python (if, range, int): it has none when the function is "
-            "traced; use torch.where"
-        )
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
 
 
 def _line_of(error: Exception) -> str:
@@ -108,14 +97,56 @@ def _line_of(error: Exception) -> str:
     return ""
 
 
+class Unknown(Tensor):
+    """One number without a value. PyTorch's own fake tensors load its compiler, which takes two seconds."""
+
+    @staticmethod
+    def __new__(cls, dtype: torch.dtype) -> Unknown:
+        """A number of a dtype."""
+        return Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=torch.device("cpu"))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return NotImplemented
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Unknown({self.dtype})"
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Any) -> Unknown:
+        """What an operator makes of such numbers.
+
+        Raises:
+            Refused: More than one number.
+        """
+
+        def described(x: Any) -> Any:
+            if isinstance(x, Tensor) and not x.dim():
+                return torch.ones((), dtype=x.dtype)
+            return torch.device("cpu") if isinstance(x, torch.device) else x
+
+        with torch._C._DisableTorchDispatch():
+            out = func(*_mapped(args, described), **{key: _mapped(x, described) for key, x in kwargs.items()})
+        if not isinstance(out, Tensor) or out.dim():
+            raise Refused(
+                f"{func} in it makes {tuple(out.shape) if isinstance(out, Tensor) else type(out)}, not one number"
+            )
+        return cls(out.dtype)
+
+
 class Recorder(TorchDispatchMode):
     """Records the operators of a run."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else PyTorch wraps a mode so that its first call loads the compiler.
+        return False
+
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-        self.made, self.tensors, self.fake, self._fake_type = Builder(), tensors, FakeTensorMode(), FakeTensor
+        self.made, self.tensors = Builder(), tensors
         self._nodes: dict[int, int] = {}
         self._alive: list[Any] = []
         self.operands: list[View] = []
@@ -124,14 +155,6 @@ class Recorder(TorchDispatchMode):
         self._numbers: list[Tensor] = []
         self.leaves: list[tuple[int, Tensor]] = []
         self.asked_lengths = False
-
-    def __enter__(self) -> Any:
-        self.fake.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.fake.__exit__(*error)
 
     def run(self, f: Any, what: str, open_: Sequence[float] | None) -> Traced:
         """Runs the function and its derivative."""
@@ -167,8 +190,7 @@ class Recorder(TorchDispatchMode):
         if not out.requires_grad:
             return zero, []
         leaves = [leaf for _, leaf in self.leaves]
-        one = self.new(self.made.const(1.0, "f"), "f").to(out.dtype)
-        first, *others = torch.autograd.grad(out, [score, *leaves], one, allow_unused=True)
+        first, *others = torch.autograd.grad(out, [score, *leaves], allow_unused=True)
         sums: dict[int, int] = {}
         for (load, _), found in zip(self.leaves, others, strict=True):
             if found is not None:
@@ -184,10 +206,11 @@ class Recorder(TorchDispatchMode):
 
     def new(self, node: int, kind: str) -> Tensor:
         """A tensor without a value that stands for a node."""
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), self.fake:
-            made = torch.empty((), dtype=_DTYPES[kind], device="cpu")
+        made = Unknown(_DTYPES[kind])
         self.stands_for(made, node)
         return made
+
+    unknown = staticmethod(Unknown.of)
 
     def stands_for(self, x: Tensor, node: int) -> None:
         """Records that a tensor has a node's value."""
@@ -199,11 +222,10 @@ class Recorder(TorchDispatchMode):
         if isinstance(x, Tensor):
             found = self._nodes.get(id(x))
             if found is None:
-                constant = x if not isinstance(x, self._fake_type) else getattr(x, "constant", None)
-                if constant is None or constant.dim():
+                if isinstance(x, Unknown) or x.dim():
                     raise Refused("uses a tensor that it makes or finds in a way that cannot be followed")
                 with _disable_current_modes():
-                    found = self.made.const(constant.item(), kind_of(constant.dtype))
+                    found = self.made.const(x.item(), kind_of(x.dtype))
             return found if kind is None else self.made.cast(found, kind)
         own = kind or ("b" if type(x) is bool else "f" if type(x) is float else "i")
         return self.made.const(x, own)
@@ -275,7 +297,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **{key: _mapped(x, self._loaded(name)) for key, x in kwargs.items()})
 
     def _is_captured(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and not isinstance(x, self.recorder._fake_type)
+        return isinstance(x, Tensor) and not isinstance(x, Unknown)
 
     def _loaded(self, name: str) -> Callable[[Any], Any]:
         """What takes the place of an argument: a load where it is a captured tensor without dimensions."""

@@ -145,10 +145,8 @@ def test_score_and_mask_mods_are_applied_in_order(given: tuple[str, ...], own: b
 
 
 @triton.jit
-def _dropout_kernel(rng_ptr, out_ptr, threshold, head, row_start, key_start, M: tl.constexpr, N: tl.constexpr):
-    rows = row_start + tl.arange(0, M)[:, None]
-    key_blocks = key_start // 4 + tl.arange(0, N // 4)[None, :]
-    kept = dropout.keep(rng_ptr, threshold, head, rows, key_blocks)
+def _dropout_kernel(call, out_ptr, b, h, row, key, M: tl.constexpr, N: tl.constexpr):
+    kept = dropout.keep_tile(call.mods.dropout, dropout.cipher_of(call, b, h), b, row, key, M, N)
     tl.store(out_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :], kept.to(tl.int8))
 
 
@@ -157,10 +155,16 @@ def _dropout_kernel(rng_ptr, out_ptr, threshold, head, row_start, key_start, M: 
 def test_dropout_is_the_defined_mask(dropout_p: float, state: tuple[int, int]) -> None:
     rng = torch.tensor(state, dtype=torch.int64)
     limit = dropout.threshold_bits(philox.threshold(dropout_p))
-    for batch, head, row, key in ((0, 0, 0, 0), (3, 1, 16, 32), (5, 3, 1000, 4096)):
-        out = torch.full((16, 32), 9, dtype=torch.int8)
-        _dropout_kernel[(1,)](rng, out, limit, batch * 4 + head, row, key, M=16, N=32)
-        expected = philox.keep(rng, dropout_p, range(batch, batch + 1), 4, (row, row + 16), (key, key + 32))[0, head]
+    places = ((0, 0, 0, 0, 32, 64), (3, 1, 16, 32, 32, 64), (5, 3, 1008, 4096, 32, 64), (1, 2, 48, 16, 16, 32))
+    for batch, head, row, key, m, n in places:
+        out = torch.full((m, n), 9, dtype=torch.int8)
+        drops = dropout.Dropout(rng, limit, 1.0, None, False)
+        made = mods.Mods(1.0, None, mods.Band(None, None), None, drops, None, "", "", False, "ieee")
+        rows = records.Sequences(None, 8, 2000)
+        call = records.Call(None, None, None, rows, rows, records.Heads(4, 1), made)
+        arguments = {"call": call, "out_ptr": out, "b": batch, "h": head, "row": row, "key": key, "M": m, "N": n}
+        interpret(Launch(_dropout_kernel, 1, arguments, {}))
+        expected = philox.keep(rng, dropout_p, range(batch, batch + 1), 4, (row, row + m), (key, key + n))[0, head]
         assert torch.equal(out, expected.to(torch.int8))
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from flashtile.backends import hopper
 from flashtile.backends.gpu import host
+from flashtile.backends.gpu.device import dropout
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as backward_config
@@ -23,9 +24,11 @@ from flashtile.backends.hopper.device import inline_ptx
 from flashtile.backends.hopper.device.gluon_compat import tma_add
 from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch
+from flashtile.core import philox
 from flashtile.ops import dispatch, plans
 from tests import emulator
 from tests.emulator.language import elementwise, select
+from tests.emulator.values import Value, value_of
 
 
 def in_order(probs: Any) -> Any:
@@ -34,9 +37,31 @@ def in_order(probs: Any) -> Any:
     return probs.reshape([rows, keys // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, keys])
 
 
+WORD = 2**32 - 1
+
+
+def cipher_of(call: Any, b: Any, h: Any) -> Any:
+    """``dropout.cipher_of`` by its definition: the emulator has no unsigned words."""
+    if call.mods.dropout.rng_state_ptr is None:
+        return ()
+    state = torch.stack([(call.mods.dropout.rng_state_ptr + i).load().data for i in range(2)])
+    return tuple(Value(x) for x in philox.ciphers(state, value_of(b * call.heads.num_q + h).data.long()))
+
+
+def words(cipher: Any, rows: Any, keys: Any, ptx: bool) -> Any:
+    """``dropout.words``, likewise."""
+    of_head = [x.data for x in cipher]
+    return tuple(Value(x) for x in philox.words(of_head, value_of(rows).data.long(), value_of(keys).data.long()))
+
+
 # What the inline PTX means, and the name that only the newest Triton has.
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     inline_ptx.compute_before_wait: lambda x: x,
+    inline_ptx.select_at_least: lambda x, words, limit, fill: select(
+        (words & WORD) >= (value_of(limit).to(tl.int64) & WORD), x, fill
+    ),
+    dropout.cipher_of: cipher_of,
+    dropout.words: words,
     inline_ptx.keep: lambda x, words, fill, bits: select((words & bits) != 0, x, fill),
     inline_ptx.compute_before_barrier: lambda x: x,
     inline_ptx.compute_before_fence: lambda x: x,

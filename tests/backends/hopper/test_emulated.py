@@ -13,6 +13,9 @@ pytest.importorskip("triton.experimental.gluon")
 
 import flashtile
 from flashtile.backends.hopper import tensor_maps
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core import philox
+from flashtile.core.masks import Band
 from flashtile.ops import dispatch
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge, one_sign
@@ -75,6 +78,12 @@ LONG = (
          intervals="both", chunk=90),
     Case("varlen_mods", batch=3, lengths=((130, 260), (0, 20), (100, 128)), heads=2, kv_heads=1, head_dim=64, spare=70,
          alibi="bh", bias="bhqk", bias_grad=False, mask="bqk", softcap=4.0, causal=True, lse_grad=True),
+    Case("dropout", batch=1, seqlen_q=300, seqlen_k=420, head_dim=64, dropout=0.2, lse_grad=True),
+    Case("dropout_causal_128", batch=2, seqlen_q=200, seqlen_k=260, heads=4, kv_heads=2, head_dim=128, causal=True,
+         dropout=0.1, sinks=True),
+    Case("dropout_192", batch=1, seqlen_q=150, seqlen_k=200, head_dim=192, window=(130, 20), softcap=5.0, dropout=0.3),
+    Case("varlen_dropout", batch=4, lengths=((200, 200), (1, 300), (0, 7), (133, 133)), head_dim=64, causal=True,
+         spare=70, dropout=0.4, bias="hqk", bias_grad=False),
     Case("varlen_mods_128", batch=2, lengths=((130, 200), (70, 64)), head_dim=128, alibi="h", bias="qk",
          bias_grad=False, mask="q", window=(90, 30), sinks=True),
 )  # fmt: skip
@@ -231,6 +240,31 @@ def test_lengths_known_to_be_equal_change_no_bit(head_dim: int) -> None:
     assert torch.equal(out, other_out) and torch.equal(lse, other_lse)
     want = flashtile.attention_varlen(q, k, v, offsets, offsets, causal=True, backend="cpu")
     torch.testing.assert_close(out, want, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 200])
+def test_dropout_keeps_what_its_definition_keeps(head_dim: int) -> None:
+    """Each pair once: of equal scores, unit values show them in out, unit gradients of out in dv."""
+    rows, keys, heads, state = 130, 200, 2, torch.tensor([2**40 + 3, 5])
+    q, k = torch.zeros(2, rows, heads, head_dim).half(), torch.zeros(2, keys, heads, head_dim).half()
+    kept = philox.keep(state, 0.25, range(2), heads, (0, rows), (0, keys))
+    for at in range(0, keys, head_dim):
+        v = torch.eye(keys)[:, at : at + head_dim]
+        v = torch.nn.functional.pad(v, (0, head_dim - v.shape[1]))[None, :, None].expand(2, -1, heads, -1).half()
+        dout = torch.nn.functional.pad(torch.eye(rows), (0, max(0, at + head_dim - rows)))[:, at : at + head_dim]
+        t = Tensors(q=q, k=k, v=v.contiguous(), rng_state=state)
+        problem = Problem.build(t, Band(), needs_grad=True, dropout_p=0.25)
+        dout = dout[None, :, None].expand(2, -1, heads, -1).half().contiguous()
+        with on_cpu(at, num_sms=2):
+            backend = dispatch.backend("hopper")
+            out, lse = backend.plan("forward", problem, t)(t)
+            grads = backend.plan("backward", problem, t, (dout, None))(t, out, lse, dout, None)
+        assert grads.dv is not None
+        width = min(head_dim, keys - at)
+        assert torch.equal(out[..., :width] != 0, kept[..., at : at + width].transpose(1, 2))
+        width = min(head_dim, rows - at)
+        if width > 0:
+            assert torch.equal(grads.dv[..., :width] != 0, kept[:, :, at : at + width].permute(0, 3, 1, 2))
 
 
 def test_another_head_dim_v_is_not_refused() -> None:

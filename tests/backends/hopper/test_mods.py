@@ -19,7 +19,7 @@ from flashtile.call.problem import Problem
 from flashtile.ops import dispatch
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case, judge
-from tests.mods.calls import with_functions
+from tests.mods.calls import indices_are_cut, with_functions
 from tests.mods.functions import MASKS, SCORES
 
 DENSE = Case("mods", batch=2, seqlen_q=150, seqlen_k=200, heads=2, kv_heads=1, head_dim=64)
@@ -54,7 +54,7 @@ def test_score_mods(number: int, case: Case) -> None:
 
 
 @pytest.mark.one_in(10)
-@pytest.mark.parametrize("case", [DENSE, WIDE, PACKED, WIDEST, FEATURES], ids=lambda c: f"{c}-{c.head_dim}")
+@pytest.mark.parametrize("case", [DENSE, WIDE, PACKED, WIDEST, FEATURES, BIG], ids=lambda c: f"{c}-{c.head_dim}")
 @pytest.mark.parametrize("number", range(len(MASKS)), ids=list(MASKS))
 def test_mask_mods(number: int, case: Case) -> None:
     call = with_functions(case, (None, "squared")[number % 2], list(MASKS)[number], DTYPES[number % 2])
@@ -100,6 +100,11 @@ def test_what_is_captured_has_its_gradient_from_another_backend(name: str) -> No
         judge(call, None)
 
 
+def test_indices_past_the_ends_are_cut() -> None:
+    with on_cpu(2, num_sms=2):
+        assert indices_are_cut(None, torch.bfloat16)
+
+
 def test_a_named_backend_computes_all() -> None:
     call = with_functions(WIDE, "by_distance", None, torch.bfloat16)
     with (
@@ -109,9 +114,10 @@ def test_a_named_backend_computes_all() -> None:
         call.run("hopper")
 
 
-def test_slopes_of_any_size_are_handed_over() -> None:
+@pytest.mark.parametrize("head_dim", [256, 264])
+def test_slopes_of_any_size_are_handed_over(head_dim: int) -> None:
     """Where a warpgroup owns one gradient; in float16 times 2^14 a slope of more than 4 would be infinite."""
-    q, k, v = (torch.randn(1, 130, 1, 256).bfloat16().requires_grad_() for _ in range(3))
+    q, k, v = (torch.randn(1, 130, 1, head_dim).bfloat16().requires_grad_() for _ in range(3))
 
     def steep(score, b, h, q_idx, kv_idx):
         return score * 40.0
@@ -139,7 +145,10 @@ def test_tiles_follow_from_the_graph() -> None:
 
     assert tiles("distance", None) == tiles("by_row_and_key", "documents") == (2, 128)
     assert tiles("distance", None, dim=64) == (2, 128)
-    for names in (("gated", None), ("squared", "documents"), ("by_distance", None), (None, "random_pairs")):
+    # What is read from a table of distances costs as little as a formula.
+    for name in ("by_distance", "buckets"):
+        assert tiles(name, None) == tiles(name, None, dim=64) == (2, 128)
+    for names in (("gated", None), ("squared", "documents"), ("graphormer", None), (None, "random_pairs")):
         assert tiles(*names) == tiles(*names, dim=64) == (2, 64)
     assert tiles(None, "documents", dim=64) == tiles(None, "chunks", dim=64) == (3, 128)
     assert backward.choose(_described("distance", None)) == backward.NARROW_64

@@ -16,7 +16,7 @@ from flashtile.mods.graph import parse
 from flashtile.mods.record import lowered
 from tests.cases import Case, judge
 from tests.fuzz.functions import fuzz
-from tests.mods.calls import with_functions
+from tests.mods.calls import indices_are_cut, with_functions
 from tests.mods.functions import MASKS, SCORES, Sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -46,6 +46,10 @@ def test_mask_mods(name: str, case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_low_precision(dtype: torch.dtype) -> None:
     judge(with_functions(DENSE, "read_twice", "documents", dtype), "portable")
+
+
+def test_indices_past_the_ends_are_cut() -> None:
+    assert indices_are_cut("portable", torch.float32, 16)
 
 
 WAYS = {"by_distance": "diagonals", "bias_turned": "pairs", "by_row_and_key": "rows", "graphormer": "any"}

@@ -21,9 +21,9 @@ from flashtile.call.problem import DTYPES, Problem, Tensors
 # What every direction has.
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
 _OF_REGULAR = {
-    "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "intervals", "row_intervals",
-    "key_intervals", "head_intervals", "ordered_intervals", "block_lists", "fine_block_lists", "big_block_lists",
-    "odd_block_lists", "score_mod", "mask_mod", "big_functions", "operand_grad",
+    "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "rare_dropout", "origins", "deterministic", "intervals",
+    "row_intervals", "key_intervals", "head_intervals", "ordered_intervals", "block_lists", "fine_block_lists",
+    "big_block_lists", "odd_block_lists", "score_mod", "mask_mod", "big_functions", "operand_grad",
 }  # fmt: skip
 _CAPABILITIES = Capabilities(
     device_types=("cpu",),

@@ -17,9 +17,9 @@ from flashtile.mods.printed import name_of, source
 
 
 @functools.cache
-def module_of(text: str) -> Any:
-    """The functions of a graph's text."""
-    lines, name = source(text), f"<mod {name_of(text)}>"
+def module_of(text: str, has_table: bool = False) -> Any:
+    """The functions of a graph's text; ``has_table`` as of ``printed.source``."""
+    lines, name = source(text, has_table), f"<mod {name_of(text)}{' table' if has_table else ''}>"
     linecache.cache[name] = (len(lines), None, lines.splitlines(True), name)
     made = types.ModuleType(f"mod_{name_of(text)}")
     made.__file__ = name
@@ -27,18 +27,29 @@ def module_of(text: str) -> Any:
     return made
 
 
-def mod_of(function: Function | None, first_number: int = 0) -> Mod | None:
-    """The record of a call's mod, with leaves for what it reads; ``first_number``: the place of its first number."""
+def mod_of(function: Function | None, first_number: int = 0, table: Any = None) -> Mod | None:
+    """The record of a call's mod, with leaves for what it reads.
+
+    Args:
+        function: The mod.
+        first_number: The place of its first number.
+        table: ``distances.Table`` of what it computes by distance, None if it is to compute that itself.
+    """
     if function is None:
         return None
-    graph, made = function.graph, module_of(function.graph.text)
-    tensors = tuple(_operand(x, function.first + n) for n, x in enumerate(function.operands))
-    kinds = {"f": "fp64", "i": "i64"}
-    numbers = tuple(Captured(f"number{first_number + n}", kinds[kind]) for n, kind in enumerate(graph.numbers))
+    graph, made = function.graph, module_of(function.graph.text, table is not None)
     # Where the slope is 1 there is none to keep.
     has_slope = graph.what == "score" and not graph.is_const(graph.slope, 1.0)
-    operands = Operands(tensors or None, numbers or None)
+    operands = operands_of(function, first_number)._replace(table=table)
     return Mod(made.function, made.linear if has_slope else None, made.of_head, operands, made.of_rows, made.fetch)
+
+
+def operands_of(function: Function, first_number: int = 0) -> Operands:
+    """Leaves for what a mod reads."""
+    tensors = tuple(_operand(x, function.first + n) for n, x in enumerate(function.operands))
+    kinds = {"f": "fp64", "i": "i64"}
+    numbers = tuple(Captured(f"number{first_number + n}", kinds[k]) for n, k in enumerate(function.graph.numbers))
+    return Operands(tensors or None, numbers or None)
 
 
 def _operand(x: Tensor, place: int) -> Operand:

@@ -83,8 +83,24 @@ def load(launch: Launch, what: Specialisation, device: int) -> Any:
         compiled = compile_kernel(launch.kernel, what, launch.options, triton_driver.active.get_current_target())
         # Triton's launcher knows no tensor maps in records: it takes each leaf as a parameter, as the kernel does.
         compiled.src = SimpleNamespace(signature=dict(enumerate(what.signature.values())), constants={})
-        _ = compiled.run  # loads the code; raises if it needs more than the device has
+        if _is_direct() and why_unknown(what, compiled) is None:
+            _load_code(compiled, device)
+        else:
+            _ = compiled.run  # loads the code; raises if it needs more than the device has
     return compiled
+
+
+def _load_code(compiled: Any, device: int) -> None:
+    """As Triton loads it, but for its launcher, which 3.6 compiles from C for each signature: half a second each."""
+    from triton.runtime import driver as triton_driver
+    from triton.runtime.errors import OutOfResources
+
+    utils, needed, threads = triton_driver.active.utils, compiled.metadata.shared, 32 * compiled.metadata.num_warps
+    if needed > (most := utils.get_device_properties(device)["max_shared_mem"]):
+        raise OutOfResources(needed, most, "shared memory")
+    compiled.module, compiled.function, *_, most = utils.load_binary(compiled.name, compiled.kernel, needed, device)
+    if threads > most:
+        raise OutOfResources(threads, most, "threads")
 
 
 def make_build(what: Specialisation, compiled: Any) -> Build:
@@ -138,6 +154,10 @@ def launcher() -> str:
         return f"triton ({error})"
 
 
+def _is_direct() -> bool:
+    return torch.version.hip is None and launcher() == "driver"
+
+
 class Step:
     """One launch of a plan, repeatable with other tensors of the same layouts."""
 
@@ -170,7 +190,7 @@ class Step:
         if self.device is None:
             self._launch = launch
             return
-        is_direct = torch.version.hip is None and launcher() == "driver"
+        is_direct = _is_direct()
         if is_direct:
             driver.ensure_context(self.device)
         key, leaves = lower(launch)

@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.backends.gpu.device import mods
+from flashtile.backends.gpu.device import dropout, mods
+from flashtile.backends.gpu.device.dropout import Dropout
 from flashtile.backends.gpu.device.mods import Alibi, Mod
 from flashtile.backends.gpu.device.records import Rows
-from flashtile.backends.gpu.launch import TensorMap, pointer
+from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, pointer
 from flashtile.call.problem import Problem
+from flashtile.core import philox
 
 
 def rows_of(name: str, tensor: Tensor, block_dim: int, desc: TensorMap | None = None, unit: int = 1) -> Rows:
@@ -24,6 +26,13 @@ def named(**given: Mod | None) -> tuple[tuple[Mod, ...] | None, str]:
     """The mods among those given, in their order, and their names, for ``Mods``."""
     found = {name: mod for name, mod in given.items() if mod is not None}
     return tuple(found.values()) or None, " ".join(found)
+
+
+def dropout_of(problem: Problem, rng_state: Tensor | None, origins: Pointer | None, has_ptx: bool) -> Dropout:
+    """``Mods.dropout``; has_ptx: whether the target takes inline PTX."""
+    p = problem.dropout_p
+    limit = dropout.threshold_bits(philox.threshold(p))
+    return Dropout(pointer(rng_state, "rng_state"), limit, 1.0 / (1.0 - p), origins, has_ptx)
 
 
 def softcap_of(problem: Problem) -> Mod | None:
@@ -42,20 +51,37 @@ def alibi_of(problem: Problem, slopes: Tensor | None) -> Mod | None:
 def operand_names(t: Any) -> tuple[str, ...]:
     """The names under which a step finds what mods read."""
     tensors = tuple(f"operand{n}" for n in range(len(t.operands or ())))
-    return (*tensors, *(f"number{n}" for n in range(len(t.numbers or ()))))
+    return (*tensors, *(f"number{n}" for n in range(len(t.numbers or ()))), "distances")
 
 
-def read_by_mods(t: Any) -> tuple[Any, ...]:
-    """What a step finds under these names."""
-    return () if t.operands is None else (*t.operands, *(t.numbers or ()))
+def read_by_mods(t: Any, problem: Problem | None = None) -> tuple[Any, ...]:
+    """What a step finds under these names; of the problem memory for a table of distances, if there is one."""
+    if t.operands is None:
+        return (None,)
+    table = None
+    if problem is not None and problem.score_function is not None:
+        from flashtile.backends.gpu.distances import new_table  # what few programs need is not loaded by all
+
+        table = new_table(problem, t.q)
+    return (*t.operands, *(t.numbers or ()), table)
+
+
+def table_launches(problem: Problem, t: Any) -> dict[str, Launch]:
+    """What fills a call's table of distances, by name; none without a score mod."""
+    if problem.score_function is None:
+        return {}
+    from flashtile.backends.gpu import distances
+
+    return distances.table_launches(problem, t)
 
 
 def functions_of(problem: Problem, t: Any) -> tuple[Mod | None, Mod | None]:
-    """The user's score mod and mask mod."""
+    """The user's score mod, with a table of distances where ``table_launches`` fills one, and mask mod."""
     if problem.score_function is None and problem.mask_function is None:
         return None, None
+    from flashtile.backends.gpu.distances import table_of
     from flashtile.backends.gpu.functions import mod_of
     from flashtile.call.functions import mask_function, score_function
 
     score, mask = score_function(problem, t), mask_function(problem, t)
-    return mod_of(score), mod_of(mask, 0 if score is None else len(score.numbers))
+    return mod_of(score, 0, table_of(problem)), mod_of(mask, 0 if score is None else len(score.numbers))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 # Without a prefix they are the portable backend's; decode is what both GPU backends run.
-KERNELS = {"forward", "dkdv", "dk", "dv", "dq", "dbias", "quantized", "decode"}
+KERNELS = {"forward", "dkdv", "dk", "dv", "dq", "dbias", "diagonals", "quantized", "decode"}
 KERNELS |= {"hopper_forward", "hopper_big_heads", "hopper_backward", "hopper_big_backward", "hopper_quantized"}
 KERNELS |= {"hopper_latent"}
 _held: dict[str, Any] = {}

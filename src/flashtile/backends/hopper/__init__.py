@@ -16,7 +16,8 @@ from flashtile.call.problem import Problem, Tensors
 
 # What every direction has.
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks"})
-_BUT_BIAS_GRAD = _COMMON | {"alibi", "chunk", "mask", "bias", "deterministic", "score_mod", "mask_mod"}
+_FUNCTIONS = {"score_mod", "mask_mod", "big_functions"}
+_BUT_BIAS_GRAD = _COMMON | _FUNCTIONS | {"alibi", "chunk", "mask", "bias", "dropout", "deterministic"}
 _INTERVALS = {"intervals", "row_intervals", "key_intervals", "block_lists"}
 _FORWARD = Capabilities(
     device_types=("cuda",),
@@ -29,7 +30,7 @@ _FORWARD = Capabilities(
     max_compute_capability=(9, 0),
     features=_BUT_BIAS_GRAD
     | _INTERVALS
-    | {"bias_grad", "big_functions", "operand_grad", "head_intervals", "ordered_intervals"},
+    | {"bias_grad", "rare_dropout", "operand_grad", "head_intervals", "ordered_intervals"},
 )
 _BACKWARD = dataclasses.replace(
     _FORWARD,

@@ -9,8 +9,6 @@ from flashtile.backends.gpu.launch import Launch
 from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem
 
-_BACKWARD = ("interval_bounds", "prepare_rows", "attention_backward", "finish_dq", "finish_dk", "finish_dv")
-
 
 def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:
     """The kernels of a direction of a call, by name, in the order in which they run."""
@@ -49,5 +47,4 @@ def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, 
     from flashtile.backends.hopper.backward import config as backward_config
     from flashtile.backends.hopper.backward import launch as backward_launch
 
-    made = backward_launch.launches(problem, tensors, dout, None, backward_config.choose(problem))
-    return {name: launch for name, launch in zip(_BACKWARD, made, strict=True) if launch is not None}
+    return backward_launch.launches(problem, tensors, dout, None, backward_config.choose(problem))

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu.device.dropout import Dropout
 from flashtile.backends.gpu.device.mods import Band, Mod
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
-from flashtile.backends.gpu.records import functions_of, named
+from flashtile.backends.gpu.records import dropout_of, functions_of, named
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache, Keys, Mods, Output, PairTensor, Schedule, Slopes
 from flashtile.call.problem import Problem, Tensors
@@ -20,6 +21,7 @@ from flashtile.call.quantized_arguments import QuantizedTensors
 
 # Keys and values that are read at the same time: the L2 cache has 50 MB, and queries and outputs need some of it.
 _CACHED_BYTES = 2**25
+_NO_DROPOUT = Dropout(None, None, None, None, True)
 
 
 def call_of(
@@ -92,9 +94,13 @@ def plain_mods(
     band = Band(*map(tensor_maps.side_of, (problem.band.left, problem.band.right, problem.band.chunk)))
     transforms, names = named(score_mod=score_mod, softcap=_known(softcap), alibi=_known(alibi), bias=_known(bias))
     masks, mask_names = named(mask=_known(mask), mask_mod=mask_mod)
+    drops = _NO_DROPOUT
+    if problem.dropout_p > 0 and isinstance(t, Tensors):
+        drops = dropout_of(problem, t.rng_state, None, True)
     is_scaled = prescale is not None or score_mod is not None
     return Mods(
         scale, prescale, problem.softmax_scale if score_mod is not None else None, transforms, band, masks,
+        drops,
         pointer(t.sinks, "sinks"), names, mask_names, is_scaled,
     )  # fmt: skip
 

@@ -237,6 +237,7 @@ _FLOAT32_SM_90 = {
     "dq": {64: Config(64, 64, 4, 1), 128: Config(128, 32, 8, 1), 256: Config(64, 16, 4, 1), 512: _FLOAT32_BIG},
     "dbias": {64: Config(64, 32, 4, 1), 256: Config(64, 16, 4, 1), 512: _FLOAT32_BIG},
 }
+_FLOAT32_SM_90["diagonals"] = _FLOAT32_SM_90["dbias"]
 
 
 def _float32(problem: Problem, kernel: str, arch: str) -> Config:

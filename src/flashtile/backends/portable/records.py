@@ -9,19 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device import dropout, mods, scheduler
+from flashtile.backends.gpu.device import mods, scheduler
 from flashtile.backends.gpu.device.dropout import Dropout
 from flashtile.backends.gpu.device.mods import Band, Mod, Mods, ScoreTensor
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
-from flashtile.backends.gpu.records import alibi_of, functions_of, named, rows_of, softcap_of
+from flashtile.backends.gpu.records import alibi_of, dropout_of, functions_of, named, rows_of, softcap_of
 from flashtile.backends.portable import config as tables
 from flashtile.backends.portable.config import Config, tile_dims
 from flashtile.backends.portable.device.tiles import Tiles
 from flashtile.call.problem import Problem, Tensors, is_aligned
 from flashtile.call.quantized_arguments import QuantizedTensors
-from flashtile.core import philox
 
 # Bytes of keys and values of heads that run together, the same for all chips, as it changes no result. Far below L2,
 # which rows and results pass through as well; measured: docs/tuning-notes.md.
@@ -112,8 +111,7 @@ def _mods(
     if t.attn_mask is not None:
         tensor = _score_tensor("mask", t.attn_mask.view(torch.uint8), unit)
         mask = Mod(mods.select_tensor, None, mods.tensor_of_head, tensor)
-    threshold = dropout.threshold_bits(philox.threshold(p.dropout_p))
-    drops = Dropout(pointer(t.rng_state, "rng_state"), threshold, 1.0 / (1.0 - p.dropout_p), origins)
+    drops = dropout_of(p, t.rng_state, origins, has_ptx(p))
     score_mod, mask_mod = functions_of(p, t)
     if score_mod is not None and not has_own_slope:
         score_mod = score_mod._replace(linear=None)
@@ -130,7 +128,7 @@ def plain_mods(problem: Problem, span: int, sinks: Tensor | None) -> Mods:
     """``Mods`` of a call that has no others than a softcap, a band and sinks; span: of ``band_of``."""
     transforms, names = named(softcap=softcap_of(problem))
     return Mods(
-        problem.softmax_scale, transforms, band_of(problem, span), None, Dropout(None, None, 1.0, None),
+        problem.softmax_scale, transforms, band_of(problem, span), None, Dropout(None, None, 1.0, None, False),
         pointer(sinks, "sinks"), names, "", transforms is not None or problem.softmax_scale <= 0, None,
     )  # fmt: skip
 
@@ -186,13 +184,18 @@ def heads_at_once(problem: Problem, first: Tensor, second: Tensor) -> int:
     return max(1, _CACHE_BYTES // max(1, a_head))
 
 
+def has_ptx(problem: Problem) -> bool:
+    """Whether kernels may have inline PTX: on NVIDIA's GPUs."""
+    return tables.arch_of(problem) not in ("interpreter", "gfx942")
+
+
 def input_precision(problem: Problem) -> str:
     """How float32 is multiplied on an NVIDIA GPU: as six products of bfloat16, or as tf32 if torch's own setting asks.
 
     A number is the sum of three of bfloat16, so what is left out is below float32's own rounding, and tensor cores take
     a fifth of the time of IEEE products. AMD's matrix units multiply float32 themselves, and 16 bits have one way.
     """
-    if problem.dtype != torch.float32 or tables.arch_of(problem) in ("interpreter", "gfx942"):
+    if problem.dtype != torch.float32 or not has_ptx(problem):
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "bf16x6"
 

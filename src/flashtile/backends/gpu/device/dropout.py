@@ -1,5 +1,6 @@
-"""Dropout's keep mask: Philox4x32-7, bitwise equal to ``flashtile.core.philox``."""
+"""Dropout's keep mask, bitwise equal to ``flashtile.core.philox``."""
 
+# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -8,76 +9,104 @@ import triton
 import triton.language as tl
 
 ROUNDS = tl.constexpr(7)
+_MULTIPLY = tl.constexpr(0xD256D193)
+_WEYL = tl.constexpr(0x9E3779B9)
+_WIDE_PRODUCT = tl.constexpr("{ .reg .b64 both; mul.wide.u32 both, $2, 0xD256D193; mov.b64 {$1, $0}, both; }")
 
 
 class Dropout(NamedTuple):
     """The dropout arguments of a call.
 
     Attributes:
-        rng_state_ptr: As ``keep`` takes it, None without dropout.
-        threshold: As ``keep`` takes it.
+        rng_state_ptr: (2,) int64: seed, offset; None without dropout.
+        threshold: ``threshold_bits`` of the probability.
         keep_scale: Factor of the probabilities that are kept.
         origins_ptr: (num_sequences, 6) int32, ``Origin`` of each sequence, None where none is part of another.
+        PTX: Whether the target takes inline PTX.
     """
 
     rng_state_ptr: Any
     threshold: Any
     keep_scale: Any
     origins_ptr: Any
+    PTX: Any
 
 
 @triton.jit
-def keep_tile(dropout, b, h, num_heads, rows, first_key_block, BLOCK_N: tl.constexpr):
-    """``keep`` for one of num_heads heads of a sequence: BLOCK_N keys starting at key ``4 * first_key_block``."""
-    if dropout.origins_ptr is not None:
-        at = dropout.origins_ptr + b * 6
-        keys = tl.load(at + 3) + tl.load(at + 4) * (first_key_block * 4 + tl.arange(0, BLOCK_N)[None, :])
-        rows = tl.load(at + 1) + tl.load(at + 2) * rows
-        # Neighbours need not be neighbours in the whole, so each key takes a word of a counter of its own.
-        words_a, words_b, words_c, words_d = words(dropout.rng_state_ptr, tl.load(at) + h, rows, keys // 4)
-        place = keys % 4
-        low, high = tl.where(place == 0, words_a, words_b), tl.where(place == 2, words_c, words_d)
-        kept = tl.where(place < 2, low, high) >= dropout.threshold.to(tl.uint32, bitcast=True)
+def cipher_of(call, b, h):
+    """(key, a, b) of a head of a sequence, () without dropout; b may be past the last packed sequence."""
+    if call.mods.dropout.rng_state_ptr is None:
+        return ()
     else:
-        key_blocks = first_key_block + tl.arange(0, BLOCK_N // 4)[None, :]
-        kept = keep(dropout.rng_state_ptr, dropout.threshold, b * num_heads + h, rows, key_blocks)
+        head = b * call.heads.num_q + h
+        if call.mods.dropout.origins_ptr is not None:
+            head = tl.load(call.mods.dropout.origins_ptr + tl.minimum(b, call.queries.count - 1) * 6) + h
+        seed, offset = tl.load(call.mods.dropout.rng_state_ptr), tl.load(call.mods.dropout.rng_state_ptr + 1)
+        head, zero = head.to(tl.uint32), (head * 0).to(tl.uint32)
+        key, a, b, _ = tl.philox_impl(
+            zero, zero, head, offset.to(tl.uint32), seed.to(tl.uint32), (seed >> 32).to(tl.uint32), ROUNDS
+        )
+        return (key, a, b)
+
+
+@triton.jit
+def words(cipher, rows, keys, PTX: tl.constexpr):
+    """The two words of each counter: rows and keys are those ``without_8``, and broadcast."""
+    key, a, b = cipher[0], cipher[1] ^ rows.to(tl.uint32), cipher[2] ^ keys.to(tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        upper, lower = product(a, PTX)
+        a, b = upper ^ key ^ b, lower
+        key = (key + _WEYL).to(tl.uint32)
+    return a, b
+
+
+@triton.jit
+def product(a, PTX: tl.constexpr):
+    """The upper and the lower word of a times Philox's multiplier."""
+    if PTX:
+        return wide_product(a)
+    else:
+        both = a.to(tl.uint64) * _MULTIPLY
+        return (both >> 32).to(tl.uint32), both.to(tl.uint32)
+
+
+@triton.jit
+def wide_product(a):
+    """``product`` in one instruction, for which the compiler, left to itself, takes two."""
+    return tl.inline_asm_elementwise(_WIDE_PRODUCT, "=r,=r,r", [a], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
+
+
+@triton.jit
+def without_8(places):
+    """Numbers without their bit of value 8: those above it move down."""
+    return ((places >> 4) << 3) | (places & 7)
+
+
+@triton.jit
+def keep_tile(dropout, cipher, b, row, key, M: tl.constexpr, N: tl.constexpr):
+    """Which probabilities of M rows from ``row`` on and N keys from ``key`` on are kept, all multiples of 16: bool."""
+    limit = dropout.threshold.to(tl.uint32, bitcast=True)
+    if dropout.origins_ptr is not None or M == 16 or N == 16:
+        rows, keys = row + tl.arange(0, M)[:, None], key + tl.arange(0, N)[None, :]
+        if dropout.origins_ptr is not None:
+            at = dropout.origins_ptr + b * 6
+            rows = tl.load(at + 1) + tl.load(at + 2) * rows
+            keys = tl.load(at + 3) + tl.load(at + 4) * keys
+        # Each pair takes half a word of a counter of its own. Neighbours need not be neighbours in the whole. And of
+        # what was joined and masked by bytes, Triton 3.6 and 3.7 make operands of eight neighbours a thread along the
+        # sum: a sum over 16 is then in half of a warp's threads, and in the other half again, where it is added twice.
+        first, second = words(cipher, without_8(rows), without_8(keys), dropout.PTX)
+        word = tl.where((rows & 8) == 0, first, second)
+        kept = tl.where((keys & 8) == 0, word << 16, word) >= limit
+    else:
+        rows, keys = row // 2 + tl.arange(0, M // 2)[:, None], key // 2 + tl.arange(0, N // 2)[None, :]
+        first, second = words(cipher, rows, keys, dropout.PTX)
+        halves = tl.join(tl.join(first << 16, second << 16), tl.join(first, second))  # [.., row's 8, key's 8]
+        eights = halves.reshape(M // 16, 8, N // 16, 8, 2, 2).permute(0, 4, 1, 2, 5, 3)
+        kept = eights.reshape(M, N) >= limit
     return kept
 
 
-@triton.jit
-def keep(rng_state_ptr, threshold, head, rows, key_blocks):
-    """Which probabilities of a tile are kept.
-
-    Args:
-        rng_state_ptr: (2,) int64: seed, offset.
-        threshold: ``philox.threshold(dropout_p)``, its 32 bits as int32.
-        head: ``batch * num_heads_q + head``.
-        rows: [BLOCK_M, 1] row in the sequence.
-        key_blocks: [1, BLOCK_N // 4] ``key // 4`` for each group of four neighbouring keys.
-
-    Returns:
-        [BLOCK_M, BLOCK_N] bool.
-    """
-    a, b, c, d = words(rng_state_ptr, head, rows, key_blocks)
-    # Joined so that the words of one counter are adjacent: [BLOCK_M, BLOCK_N // 4, 2, 2] read in order is a b c d.
-    joined = tl.join(tl.join(a, c), tl.join(b, d)).reshape(a.shape[0], a.shape[1] * 4)
-    return joined >= threshold.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def words(rng_state_ptr, head, rows, key_blocks):
-    """The four words of each counter; arguments as above."""
-    seed = tl.load(rng_state_ptr)
-    offset = tl.load(rng_state_ptr + 1)
-    rows, key_blocks = tl.broadcast(rows, key_blocks)
-    zero = rows * 0
-    counter_a, counter_b = key_blocks.to(tl.uint32), rows.to(tl.uint32)
-    counter_c, counter_d = (zero + head).to(tl.uint32), (zero + offset.to(tl.int32)).to(tl.uint32)
-    return tl.philox_impl(
-        counter_a, counter_b, counter_c, counter_d, seed.to(tl.uint32), (seed >> 32).to(tl.uint32), ROUNDS
-    )
-
-
 def threshold_bits(threshold: int) -> int:
-    """A 32-bit threshold as the int32 of the same bits, so that every value has one argument type."""
-    return threshold - 2**32 if threshold >= 2**31 else threshold
+    """``philox.threshold`` in the upper half of 32 bits, as the int32 of the same bits: one type for every value."""
+    return (threshold << 16) - (2**32 if threshold >= 2**15 else 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.backends.gpu.device import distances
+
 
 @triton.jit
 def filled(value, like):
@@ -20,6 +22,19 @@ def apart(at):
     else:
         distance = at.i - at.j
     return distance
+
+
+@triton.jit
+def by_distance(table, value: tl.constexpr, at):
+    """A value of a ``distances.Table`` for each pair; no distance is read from outside of it."""
+    base = distances.of_head(table, value, at.b, at.h)
+    if len(at.apart) > 0:
+        # Constants are added last: they become part of the instruction that loads.
+        first = distances.within(table, at.apart[1], distances.TILE)
+        found = tl.load(base + first + at.apart[2].to(tl.int64) + at.apart[3].to(tl.int64))
+    else:
+        found = tl.load(base + distances.within(table, at.i - at.j, 0))
+    return found
 
 
 @triton.jit

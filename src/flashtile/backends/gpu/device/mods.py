@@ -56,10 +56,11 @@ class Operand(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a printed mod reads: a tuple of ``Operand``, and one of numbers; None for none."""
+    """What a printed mod reads: a tuple of ``Operand``, and one of numbers; None for none. ``distances.Table``."""
 
     tensors: Any
     numbers: Any
+    table: Any = None
 
 
 class Mods(NamedTuple):
@@ -114,7 +115,8 @@ class At(NamedTuple):
         j: Keys.
         seqlen_q: Rows of the sequence.
         seqlen_k: Its keys.
-        apart: (``i - j``,) where a kernel has another way to it, else ().
+        apart: Where a kernel has another way to it, (``i - j``, that of the block's first pair, what it is more by the
+            thread, by the element), else ().
     """
 
     b: Any
@@ -482,6 +484,15 @@ def _of_head(mod, at):
 def pairs_of(head, p, j):
     """The ``At`` of rows at positions p, and keys j, of a ``Head``."""
     return At(head.b, head.h, p - head.shift, p, j, head.seqlen_q, head.seqlen_k, ())
+
+
+@triton.jit
+def block_of(head, first_row, first_key, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """``pairs_of`` a block, which says how its places in a table of distances differ."""
+    down, across = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    i, j = first_row + down, first_key + across
+    apart = (i - j, first_row - first_key, down, -across)
+    return At(head.b, head.h, i, i + head.shift, j, head.seqlen_q, head.seqlen_k, apart)
 
 
 @triton.jit

@@ -168,11 +168,11 @@ def choose(problem: Problem) -> Config:
     two_sided = problem.alibi and (problem.band.right is None or problem.band.right > 0)
     has_functions = problem.score_function is not None or problem.mask_function is not None
     if width == 64:
-        # Softcap, bias, mask, rows' intervals, distances on both sides of the diagonal and users' score mods take
-        # registers of their own.
+        # Softcap, bias, mask, dropout, rows' intervals, distances on both sides of the diagonal and users' score mods
+        # take registers of their own.
         reads_intervals = problem.mask_mod.row_keys and not problem.mask_mod.mirrored
         takes_more = problem.softcap > 0 or reads_score_tensors or reads_intervals or two_sided
-        takes_more = takes_more or problem.score_function is not None or is_dear(problem)
+        takes_more = takes_more or problem.dropout_p > 0 or problem.score_function is not None or is_dear(problem)
         return NARROW_64 if takes_more else WIDE_64
     if width == 192 and problem.head_dim_v <= 128:
         takes_more = problem.softcap > 0 or reads_score_tensors or problem.alibi or has_functions
@@ -180,7 +180,7 @@ def choose(problem: Problem) -> Config:
     if width > 128:
         wide = SCORES_256 if reads_score_tensors or has_functions else BASE_256
         return BASE_160 if width == 160 else BASE_192 if width == 192 else wide
-    if reads_score_tensors or (width == 96 and two_sided):
+    if reads_score_tensors or (width == 96 and two_sided) or (problem.softcap > 0 and problem.dropout_p > 0):
         return BY_GRADIENT_128
     if width == 96:
         return BASE_96

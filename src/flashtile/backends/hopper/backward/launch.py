@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Masks, Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.records import operand_names, read_by_mods
+from flashtile.backends.gpu.records import operand_names, read_by_mods, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward import records
@@ -40,7 +40,7 @@ _CACHE_BYTES = 25 * 1024 * 1024
 _ROWS = 64
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi",
-    "bias", "mask", "row_keys", "key_rows", "key_blocks", "key_items", "bounds",
+    "bias", "mask", "row_keys", "key_rows", "key_blocks", "key_items", "bounds", "rng_state",
 )  # fmt: skip
 
 
@@ -124,12 +124,12 @@ class BackwardPlan:
         if steps is None:
             made = self._launches(self._problem, t, dout, dlse, self._config, self._work, adds=sums is not None)
             names = (*_OPERANDS, *operand_names(t))
-            steps = [Step(each, names, t.q.device) for each in made if each is not None]
+            steps = [Step(each, names, t.q.device) for each in made.values()]
             self._steps[sums is not None] = steps
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
             t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, t.key_blocks, t.key_items,
-            empty_bounds(self._bounds, t.q) if self._bounds else None, *read_by_mods(t),
+            empty_bounds(self._bounds, t.q) if self._bounds else None, t.rng_state, *read_by_mods(t, self._problem),
         ))  # fmt: skip
         self._finish(work, sums is not None, dk, dv)
         if t.sinks is not None and wanted.sinks:
@@ -170,7 +170,7 @@ class BackwardPlan:
             dk, dv = sums.dk, sums.dv
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
-            None, None, None, None, None, None, None,
+            None, None, None, None, None, None, None, t.rng_state,
         ))  # fmt: skip
         return Gradients(dq, dk, dv)
 
@@ -193,7 +193,7 @@ class BackwardPlan:
     def _launches(
         problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Any, work: Workspace, *,
         adds: bool,
-    ) -> Sequence[Launch | None]:  # fmt: skip
+    ) -> dict[str, Launch]:  # fmt: skip
         return launches(problem, tensors, dout, dlse, config, work, adds=adds)
 
     def _sinks_gradient(self, sinks: Tensor, work: Tensor) -> Tensor:
@@ -214,18 +214,23 @@ def launches(
     work: Workspace | None = None,
     *,
     adds: bool = False,
-) -> tuple[Launch | None, ...]:
-    """Bounds of intervals, preprocess, the main kernel, what finishes dq, dk and dv: those that the call needs.
+) -> dict[str, Launch]:
+    """Tables, bounds, preprocess, the main kernel, what finishes dq, dk and dv: those that the call needs, by name.
 
     ``adds``: dq, dk and dv to what is there.
     """
     work, wanted = work or Workspace.of(problem, config, tensors), problem.grads
-    return (
-        bounds_launch(problem, tensors, _OF_KEYS) if problem.intervals else None,
-        preprocess_launch(problem, tensors, dout, dlse, config, work, adds),
-        _main_launch(problem, tensors, dout, config, work, adds) if wanted.q or wanted.k or wanted.v else None,
-        *(_finish_launch(problem, tensors, config, work, name, adds) for name in ("dq", "dk", "dv")),
-    )
+    made = table_launches(problem, tensors)
+    if problem.intervals:
+        made["interval_bounds"] = bounds_launch(problem, tensors, _OF_KEYS)
+    made["prepare_rows"] = preprocess_launch(problem, tensors, dout, dlse, config, work, adds)
+    if wanted.q or wanted.k or wanted.v:
+        made["attention_backward"] = _main_launch(problem, tensors, dout, config, work, adds)
+    for name in ("dq", "dk", "dv"):
+        finish = _finish_launch(problem, tensors, config, work, name, adds)
+        if finish is not None:
+            made[f"finish_{name}"] = finish
+    return made
 
 
 def chain_launches(
@@ -295,7 +300,7 @@ def _finish_launch(
         "sequences": queries_of(p, tensors) if is_dq else keys_of(p, tensors),
         "others": others if is_dq and adds else None,
         "num_heads": p.num_heads_q if is_dq else p.num_heads_kv,
-        "scale": float(p.softmax_scale) if is_dq else 1.0,
+        "scale": scores_scale(p) if is_dq else 1.0,
         "ADDS": adds,
     }
     return Launch(finish_gradient, blocks * (block_m // _ROWS), arguments, {"num_warps": 4})
@@ -347,6 +352,11 @@ def rows_of(name: str, tensor: Tensor, box: tuple[int, int], block_dim: int, var
     return Rows(None, desc, None, None, None, tensor.shape[-1], block_dim, 1, varlen)
 
 
+def scores_scale(problem: Problem) -> float:
+    """What turns products with dscores, which lack dropout's factor, into dq and dk."""
+    return float(problem.softmax_scale / (1.0 - problem.dropout_p))
+
+
 def queries_of(problem: Problem, t: Tensors) -> Sequences:
     """The sequences of queries."""
     return Sequences(pointer(t.cu_seqlens_q, "cu_seqlens_q"), problem.batch, t.q.shape[-3])
@@ -380,7 +390,7 @@ def _gradients(
     return records.Gradients(
         rows_of("dout", dout, (config.block_m, configs.box_cols(config.block_dv)), config.block_dv, p.varlen),
         of("dk", t.k, work.dk_at) if wanted.k else None, of("dv", t.v, work.dv_at) if wanted.v else None,
-        float(p.softmax_scale), wanted.q, wanted.k, wanted.v, wanted.q or wanted.k, adds and not splits,
+        scores_scale(p), wanted.q, wanted.k, wanted.v, wanted.q or wanted.k, adds and not splits,
         has_slope(p),
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ P^T is handed over in float16 times ``PROBS_SCALE``: rounding it to bfloat16, be
 errors of dK and dQ 1.2 times as large. Times the slope of a user's score mod, which has no bound, it is bfloat16.
 """
 
+# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.gpu.device import intervals, mods
+from flashtile.backends.gpu.device.dropout import cipher_of
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.hopper.backward.dq import PART_KEYS, WIDEST, add_dq, add_from_registers, in_order, start_dq
 from flashtile.backends.hopper.backward.scheduler import (
@@ -37,6 +39,7 @@ from flashtile.backends.hopper.backward.scheduler import (
     sums_block,
 )
 from flashtile.backends.hopper.device import functions
+from flashtile.backends.hopper.device.dropout import draw, thinned
 from flashtile.backends.hopper.device.fragments import from_thread_column, keep_columns, keep_intervals
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_tile, tma_load, tma_put, tma_store_wait
 from flashtile.backends.hopper.device.mods import Pairs
@@ -294,6 +297,34 @@ def mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
 
 
 @gluon.jit
+def with_dropout(p, factor, words, grid):
+    """Probabilities, 0 where dropout drops, and their factors, there of negative sign: none is without dropout.
+
+    So the numbers are drawn once, and what was kept takes no registers. Dropout's own factor meets the gradients.
+    """
+    return thinned(p, words, grid.call, 0.0, True), thinned(factor, words, grid.call, -factor, True)
+
+
+@gluon.jit
+def of_kept(dv, grid):
+    """Dv times dropout's own factor."""
+    if grid.call.mods.dropout.rng_state_ptr is None:
+        return dv
+    else:
+        return times(dv, grid.call.mods.dropout.keep_scale)
+
+
+@gluon.jit
+def score_gradients(factor, dp, delta, grid):
+    """Dscores, from the factors of ``with_dropout``: but for dropout's own factor."""
+    if grid.call.mods.dropout.rng_state_ptr is None:
+        return factor * (dp - delta)
+    else:
+        own = 1.0 / grid.call.mods.dropout.keep_scale
+        return gl.maximum(factor, 0.0) * dp - gl.abs(factor) * (delta * own)
+
+
+@gluon.jit
 def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ: gl.constexpr,
          WARPGROUP: gl.constexpr):  # fmt: skip
     """What a row block adds to dk and dv, and what the one before adds to dq, if there is one and dq is wanted.
@@ -318,8 +349,10 @@ def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ:
         dp = start_sum(v_tile, dout_tile, zeros)
     pairs = pairs_of(kept, rows, zeros, grid)
     fetched = mod.fetch(pairs, zeros, grid.call.mods)
+    words = draw(zeros, pairs, cipher_of(grid.call, pairs.b, pairs.head), grid.call)
     s = warpgroup_mma_wait(len(channels.dout) if grid.gradients.HAS_DSCORES and together else 0, deps=[s])
     p, factor = probabilities(s, numbers.slice(0, 1).load(layout), kept, grid, mod, pairs, fetched)
+    p, factor = with_dropout(p, factor, words, grid)
     if grid.gradients.HAS_DV:
         dv = add_products(p.to(dtype), channels.dout, used, dv)
     if grid.gradients.HAS_DSCORES:
@@ -327,7 +360,7 @@ def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ:
             dv = wait_for_products(dv)
             dp = start_sum(v_tile, dout_tile, zeros)
         dp = warpgroup_mma_wait(len(dv) if grid.gradients.HAS_DV and together else 0, deps=[dp])
-        ds = (factor * (dp - numbers.slice(1, 1).load(layout))).to(dtype)
+        ds = score_gradients(factor, dp, numbers.slice(1, 1).load(layout), grid).to(dtype)
         if grid.gradients.HAS_DK:
             dk = add_products(ds, channels.queries, used, dk)
     if grid.gradients.HAS_DQ:
@@ -465,12 +498,14 @@ def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
                 channels.dscores.wait(used - 1)
                 dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
             # dv leaves under the last product.
+            dv = of_kept(dv, grid)
             store_gradient(grid.gradients.dv, dv, records, tiles, channels.out, grid, grid.call.v.BLOCK_DIM, WARPGROUP)
             if computes_dq:
                 add_dq(dq, block, channels, used - 1, key_use, grid, WARPGROUP)
             channels.keys[0].release(key_use)
             key_use += 1
         else:
+            dv = of_kept(dv, grid)
             store_gradient(grid.gradients.dv, dv, records, tiles, channels.out, grid, grid.call.v.BLOCK_DIM, WARPGROUP)
         dk = times(dk, grid.gradients.scale)
         store_gradient(grid.gradients.dk, dk, records, tiles, channels.out, grid, grid.call.q.BLOCK_DIM, WARPGROUP)
@@ -489,8 +524,10 @@ def values_step(channels, used, key_use, dv, rows, kept, grid, mod, IS_FIRST: gl
     s = start_sum(key_tile(channels.keys, key_use, 0, used), tiles_at(channels.queries, used), zeros)
     pairs = pairs_of(kept, rows, zeros, grid)
     fetched = mod.fetch(pairs, zeros, grid.call.mods)
+    words = draw(zeros, pairs, cipher_of(grid.call, pairs.b, pairs.head), grid.call)
     s = warpgroup_mma_wait(0, deps=[s])
     p, factor = probabilities(s, lse_log2.load(zeros.type.layout), kept, grid, mod, pairs, fetched)
+    p, factor = with_dropout(p, factor, words, grid)
     if IS_FIRST:
         tma_store_wait(0)
     if grid.gradients.HAS_DSCORES:
@@ -524,7 +561,7 @@ def keys_step(channels, used, key_use, dk, grid, is_last, IS_FIRST: gl.constexpr
     factor = channels.probs.at(used).load(layout).to(gl.float32)
     channels.probs.release(used)
     UNIT: gl.constexpr = 1 / probs_scale(channels.probs.buffers.dtype)
-    ds = factor * (dp * UNIT - delta.load(layout) * UNIT)
+    ds = score_gradients(factor, dp * UNIT, delta.load(layout) * UNIT, grid)
     ds = ds.to(channels.queries[0].buffers.dtype)
     if IS_FIRST:
         tma_store_wait(0)
@@ -599,6 +636,7 @@ def gradient_consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
             ring = channels.dscores
             store_in_pieces(grid.gradients.dk, grad, records, tiles, ring, used, grid, grid.call.q.BLOCK_DIM)
         else:
+            grad = of_kept(grad, grid)
             store_in_pieces(grid.gradients.dv, grad, records, tiles, channels.probs, used, grid, grid.call.v.BLOCK_DIM)
         tiles = records.next(tiles)
     tma_store_wait(0)

@@ -65,7 +65,7 @@ def big_backward(grid):
         held_v = make_ring(dtype, [BLOCK, WIDTH_V], chunks_v, 1, 1, 1, grid.call.v.BLOCK_DIM // WIDTH_V)
         passing_v = make_ring(dtype, [BLOCK, WIDTH_V], chunks_v, grid.tiles.CHUNKS_V, 1)
         rows = make_ring(gl.float32, [2, BLOCK], of_rows, 1 if OF == "q" else 2, 2)
-        probs = make_ring(gl.float16, [BLOCK, BLOCK], square, 1, 1)
+        probs = make_ring(gl.bfloat16 if grid.gradients.HAS_SLOPE else gl.float16, [BLOCK, BLOCK], square, 1, 1)
         dscores = make_ring(dtype, [BLOCK, BLOCK], square, 1, 2)
         rings = Rings(tile, held, held_v, rows, passing, passing_v, adding, probs, dscores)
         gl.warp_specialize([

@@ -11,6 +11,7 @@ from flashtile.backends.gpu.device.records import Call, Heads
 from flashtile.backends.gpu.device.scheduler import num_packed_tiles
 from flashtile.backends.gpu.intervals import Side, bounds_launch, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.records import table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import launch as backward
 from flashtile.backends.hopper.backward.launch import BackwardPlan
@@ -20,6 +21,7 @@ from flashtile.backends.hopper.big_backward import config as configs
 from flashtile.backends.hopper.big_backward.config import BLOCK, Config
 from flashtile.backends.hopper.big_backward.kernel import big_backward
 from flashtile.backends.hopper.big_backward.records import Gradient, Grid
+from flashtile.backends.hopper.forward.config import has_slope
 from flashtile.call.problem import Problem, Tensors
 
 # Columns of a box: all that a swizzle of 128 bytes holds.
@@ -58,8 +60,8 @@ class BigBackwardPlan(BackwardPlan):
     def _launches(
         problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Any, work: Workspace, *,
         adds: bool,
-    ) -> list[Launch]:  # fmt: skip
-        return list(launches(problem, tensors, dout, dlse, config, adds=adds).values())
+    ) -> dict[str, Launch]:  # fmt: skip
+        return launches(problem, tensors, dout, dlse, config, adds=adds)
 
 
 def workspace(problem: Problem, tensors: Tensors) -> Workspace:
@@ -101,9 +103,9 @@ def _blocks(problem: Problem, own: Tensor) -> int:
 def launches(
     problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, *, adds: bool = False
 ) -> dict[str, Launch]:
-    """The launches by name, in order: bounds of intervals, preprocess, a kernel for each gradient that is wanted."""
+    """The launches by name, in order: tables, bounds of intervals, preprocess, a kernel for each wanted gradient."""
     work, wanted = workspace(problem, tensors), problem.grads
-    made = {}
+    made = table_launches(problem, tensors)
     if problem.intervals:
         made["interval_bounds"] = bounds_launch(problem, tensors, _side(problem, tensors, over_keys=True))
         if wanted.q:
@@ -154,7 +156,7 @@ def _gradient_launch(
         call,
         Gradient(
             backward.rows_of("dout", dout, (BLOCK, _BOX), c.block_dv, p.varlen),
-            out, None if of == "v" else float(p.softmax_scale), adds and splits is None,
+            out, None if of == "v" else float(p.softmax_scale), adds and splits is None, has_slope(p),
         ),
         tensor_maps.floats_map(2 * work.blocks, BLOCK, 2, work.rows_at),
         Schedule(_heads_at_once(p, t, of), heads, None, None, splits, _falls(p, of), False),

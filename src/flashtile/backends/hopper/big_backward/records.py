@@ -16,12 +16,14 @@ class Gradient(NamedTuple):
         out: A descriptor of the gradient, or of the splits' in the workspace.
         scale: What the sum is multiplied with: softmax_scale; None for dv.
         ADDS: Whether it is added to what is there, in float32.
+        HAS_SLOPE: Whether a user's score mod has a derivative by the score other than 1.
     """
 
     dout: Any
     out: Any
     scale: Any
     ADDS: Any
+    HAS_SLOPE: Any
 
 
 class Tiles(NamedTuple):

@@ -13,10 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.backends.hopper.backward.roles import (
     FAR,
-    PROBS_SCALE,
     kept_rows,
     pairs_of,
     probabilities,
+    probs_scale,
     score_zeros,
 )
 from flashtile.backends.hopper.backward.scheduler import RowBlock, bounds_of, query_heads
@@ -328,7 +328,8 @@ def hand_factors(s, rings, step, used, grid, mod):
     rings.rows.wait(rows_use(used, grid))
     _, factor = score(s, rings, step, used, grid, mod)
     rings.probs.claim(used)
-    rings.probs.at(used).store((factor * PROBS_SCALE).to(gl.float16))
+    of_probs: gl.constexpr = rings.probs.buffers.dtype
+    rings.probs.at(used).store((factor * probs_scale(of_probs)).to(of_probs))
     rings.probs.publish(used)
     if grid.tiles.OF != "q":
         rings.rows.release(used)
@@ -384,7 +385,8 @@ def dscores_step(rings, used, dp, accs, grid, HAS_NEXT: gl.constexpr):
     rings.rows.wait(rows_use(used, grid))
     rings.probs.wait(used)
     factor = rings.probs.at(used).load(dp.type.layout).to(gl.float32)
-    ds = factor * (dp * (1 / PROBS_SCALE) - delta.load(dp.type.layout) * (1 / PROBS_SCALE))
+    UNIT: gl.constexpr = 1 / probs_scale(rings.probs.buffers.dtype)
+    ds = factor * (dp * UNIT - delta.load(dp.type.layout) * UNIT)
     rings.probs.release(used)
     rings.dscores.claim(used)
     rings.dscores.at(used).store(ds.to(rings.passing.buffers.dtype))

@@ -9,6 +9,7 @@ import torch
 from flashtile.backends.gpu.intervals import bounds_launch
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.lists import masks_of
+from flashtile.backends.gpu.records import table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.big_heads import config as configs
 from flashtile.backends.hopper.big_heads.config import Config
@@ -36,7 +37,9 @@ class BigHeadsPlan(ForwardPlan):
 
 def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> dict[str, Launch]:
     """The launches by kernel name, in order; arguments as of ``forward.launch.forward_launch``."""
-    made = {"interval_bounds": bounds_launch(problem, tensors, OF_ROWS)} if problem.intervals else {}
+    made = table_launches(problem, tensors)
+    if problem.intervals:
+        made["interval_bounds"] = bounds_launch(problem, tensors, OF_ROWS)
     return {**made, "big_heads_forward": big_heads_launch(problem, tensors, config, is_joined=is_joined)}
 
 

@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import softmax
+from flashtile.backends.hopper.device.dropout import draw, thinned
 from flashtile.backends.hopper.device.fragments import row_tops, thread_sums
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store, tma_store_wait
 from flashtile.backends.hopper.device.inline_ptx import compute_before_fence, compute_before_wait
@@ -180,8 +181,9 @@ def scorer(rings, call, output, schedule, columns, mod):
         rings.queries.wait(tiles)
         s = start_chunks(rings, tiles, used, zeros)
         fetched = mod.fetch(pairs, zeros, call.mods)
+        words = draw(zeros, pairs, loop.cipher, call)
         s = finish_chunks(s, rings, used, 0)
-        e, row_max, row_sum = first_probs(s, mod, pairs, fetched, call, schedule, loop)
+        e, row_max, row_sum = first_probs(s, mod, pairs, fetched, words, call, schedule, loop)
         p = e.to(like.dtype)
         factor = gl.full([M], 1.0, gl.float32, row_max.type.layout)
         hand_over(rings, used + tiles, p, factor)
@@ -196,11 +198,12 @@ def scorer(rings, call, output, schedule, columns, mod):
             rings.left[0].wait(used)
             accs = add_products(probs, rings.left, used, accs)
             fetched = mod.fetch(pairs, zeros, call.mods)
+            words = draw(zeros, pairs, loop.cipher, call)
             s = finish_chunks(s, rings, used + 1, len(accs))
             s, shift = shape_scores(s, mod, pairs, fetched, call, loop, edge, True)
             row_max, finite_max, factor = softmax.raise_max(row_max, row_tops(s, row_max, mod.scale_log2, shift), True)
             e = exponentials(s, mod.scale_log2, finite_max, shift)
-            p = e.to(like.dtype)
+            p = thinned(e, words, call, 0.0).to(like.dtype)
             hand_over(rings, used + 1 + tiles, p, factor)
             sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
             row_sum = compute_before_wait(row_sum * sum_factor[:, None] + thread_sums(e))
@@ -234,7 +237,7 @@ def rising(loop):
     """The same blocks from the first to the last: ``n_block`` and ``n_block_min`` change places."""
     return KeyLoop(
         loop.is_tile, loop.n_block_min, loop.n_block, loop.n_full_min, loop.n_full_max, loop.skipped, loop.first_keys,
-        loop.last_keys, loop.slope, loop.read, loop.n_partial_max,
+        loop.last_keys, loop.slope, loop.read, loop.n_partial_max, loop.cipher,
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def along(layout, dim, rank):
 
 @gluon.jit
 def distances(pairs, x):
-    """[M, N]: how far a pair's key is before its row.
+    """[M, N]: how far a pair's key is before its row; and that of the first pair, and two parts of what it is more.
 
     As what a thread has of its own plus constants, so that the compiler finds equal ones: a row and 8 rows on, of a
     column and 8 columns on, are as far apart, and what follows from that is computed once for both.
@@ -68,19 +68,23 @@ def distances(pairs, x):
     cols = cols + gl.arange(0, 2, along(layout, 5, 6))[None, None, None, None, None, :]
     more = 8 * gl.arange(0, 2, along(layout, 1, 6))[None, :, None, None, None, None] - cols
     own = own_rows - own_cols
-    first = pairs.row - pairs.key
     if pairs.keys_first:
-        own, more = first - own, -more
-    else:
-        own = first + own
-    return gl.convert_layout(gl.reshape(own + more, [M, N]), x.type.layout)
+        own, more = -own, -more
+    first = pairs.row - pairs.key
+    zeros = gl.zeros([M // 16, 2, 8, N // 8, 4, 2], gl.int32, layout)
+    return _as_block(first + own + more, x), first, _as_block(own + zeros, x), _as_block(more + zeros, x)
+
+
+@gluon.jit
+def _as_block(t, x):
+    return gl.convert_layout(gl.reshape(t, [x.shape[0], x.shape[1]]), x.type.layout)
 
 
 @gluon.jit
 def at_pairs(pairs, x):
     """Where a block like ``x`` lies, for the functions."""
     i, j = positions(pairs, x)
-    return At(pairs.b, pairs.head, i, i, j, pairs.seqlen_q, pairs.seqlen_k, (distances(pairs, x),))
+    return At(pairs.b, pairs.head, i, i, j, pairs.seqlen_q, pairs.seqlen_k, distances(pairs, x))
 
 
 @gluon.jit

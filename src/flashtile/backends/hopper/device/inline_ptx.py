@@ -63,6 +63,20 @@ def compute_before_fence(x):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
+_SELECT_AT_LEAST = gl.constexpr("{ .reg .pred p; setp.ge.u32 p, $2, $3; selp.f32 $0, $1, $4, p; }")
+
+
+@gluon.jit
+def select_at_least(x, words, limit, fill):
+    """X where words >= limit as unsigned, else fill; x float32.
+
+    Of a plain select, whose results are packed into 16 bits each, LLVM would make one of the packed halves.
+    """
+    return gl.inline_asm_elementwise(
+        _SELECT_AT_LEAST, "=f,f,r,r,f", [x, words, limit, fill], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
 _WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 
 

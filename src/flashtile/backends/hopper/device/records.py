@@ -46,6 +46,7 @@ class Mods(NamedTuple):
         scores: As there; operands are the cap, ``Slopes`` and ``PairTensor``.
         band: As there.
         masks: As there; a mask's operand is a ``PairTensor`` of bytes.
+        dropout: As there.
         sinks: As there.
         SCORES: As there.
         MASKS: As there.
@@ -59,6 +60,7 @@ class Mods(NamedTuple):
     scores: Any
     band: Any
     masks: Any
+    dropout: Any
     sinks: Any
     SCORES: Any
     MASKS: Any

@@ -11,6 +11,7 @@ import torch
 
 from flashtile.backends.gpu.trial import tried
 from flashtile.call.problem import Problem
+from flashtile.mods.places import DEAR, tabulated
 
 SHARED_BYTES = 227 * 1024
 # Registers of a thread of each warpgroup, added up.
@@ -253,7 +254,8 @@ def strip_and_cost(problem: Problem, config: Any, rows: int) -> tuple[int, float
 
     alone = rows_of(1, 1) * group
     by_head = problem.mask or problem.bias_dtype is not None or problem.alibi or problem.intervals
-    by_head = by_head or problem.score_function is not None or problem.mask_function is not None or problem.listed != ()
+    by_head = by_head or problem.score_function is not None or problem.mask_function is not None
+    by_head = by_head or problem.listed != () or problem.dropout_p > 0
     # Positions times heads are counted in 32 bits, and a float32 output leaves from registers, row by row.
     is_far = (rows + problem.batch * config.block_m) * group >= 2**30
     if group == 1 or by_head or is_far or problem.out_dtype == torch.float32:
@@ -292,7 +294,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         return gathering(held, gather_warps((held.block_d, held.block_dv))) if is_missing else held
     rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
     dims = widths(problem.head_dim, problem.head_dim_v)
-    config = TWO_WARPGROUPS[dims]
+    config = _two_warpgroups_of(problem, dims)
     bias_bytes = 0 if problem.bias_dtype is None else problem.bias_dtype.itemsize
     takes_more = has_slope(problem) or is_dear(problem) or (problem.softcap > 0 and problem.score_function is not None)
     if takes_more or (problem.listed and dims == (128, 128) and _loads_by_key(problem.mask_function)):
@@ -306,12 +308,12 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     is_causal, has_left = problem.band.right is not None, problem.band.left is not None or problem.intervals
     is_listed, is_short, ways = problem.listed != (), problem.seqlen_q <= SHORT, []
     if dims == (64, 64):
-        # The third warpgroup leaves 160 registers a thread, too few for the wider loop bodies: they would spill.
-        # A bias leaves them room for one buffer; two warpgroups with two buffers take less time.
+        # The third warpgroup leaves 160 registers a thread, too few for wider loop bodies: they would spill. A bias
+        # leaves them room for one buffer; two warpgroups with two take less time. No list is of blocks of 192 rows.
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
-        # No list is of blocks of its 192 rows.
         wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128 or is_listed
-        wide = wide or (widens(problem) and 3 not in WIDENING) or problem.score_function is not None
+        wide = wide or problem.score_function is not None or problem.dropout_p > 0
+        wide = wide or (widens(problem) and 3 not in WIDENING)
         # Four warps that gather leave three warpgroups fewer still.
         if not (wide or (gathers(problem) and gather_warps(dims) == 4)):
             ways.append(three_warpgroups_64(config.score_bytes))
@@ -356,25 +358,30 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     return gathering(config, gather_warps(dims)) if gathers(problem) else config
 
 
+def _two_warpgroups_of(problem: Problem, dims: tuple[int, int]) -> Config:
+    """``TWO_WARPGROUPS``; at head_dim 128 one warpgroup draws what is dropped while the other multiplies."""
+    config = TWO_WARPGROUPS[dims]
+    return _variant(config, pingpong=True) if problem.dropout_p > 0 and dims == (128, 128) else config
+
+
 def has_slope(problem: Problem) -> bool:
     """Whether a user's score mod is more than a sum: what decides tiles and bits is its graph alone."""
     key = problem.score_function
     return key is not None and not key.graph.is_const(key.graph.slope, 1.0)
 
 
-# What takes many instructions.
-_DEAR = {"floordiv", "rem", "fmod", "pow", "exp", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "erf"}
-
-
 def is_dear(problem: Problem) -> bool:
     """Whether users' functions load something for each pair or compute much for it, or twice for each key.
 
-    With lists a mask's loads are of partial blocks alone, and blocks of fewer keys cost the others more.
+    Not what is read from a table of distances, which takes an address for each diagonal of a block. With lists a mask's
+    loads are of partial blocks alone, and blocks of fewer keys cost the others more.
     """
     of_keys = 0
     for graph in [key.graph for key in (problem.score_function, problem.mask_function) if key is not None]:
-        for n, node in enumerate(graph.nodes):
-            if node.op == "load" or node.op in _DEAR:
+        given = tabulated(graph) if not problem.keys.used else ()
+        for n in graph.needed([graph.result, *(() if graph.slope is None else (graph.slope,))], given):
+            node = graph.nodes[n]
+            if n not in given and (node.op == "load" or node.op in DEAR):
                 inputs = {graph.nodes[x].op for x in graph.needed([n])}
                 is_rare = node.op == "load" and graph.what == "mask" and problem.listed != ()
                 if {"i", "j"} <= inputs and not is_rare:

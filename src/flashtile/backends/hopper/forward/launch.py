@@ -15,7 +15,7 @@ from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, TensorMap
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.records import operand_names, read_by_mods
+from flashtile.backends.gpu.records import operand_names, read_by_mods, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache
 from flashtile.backends.hopper.forward import config as configs
@@ -29,7 +29,7 @@ from flashtile.core.states import Partial
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "sinks", "cu_seqlens_q", "cu_seqlens_k", "counter", "alibi", "bias", "mask",
-    "partial_out", "partial_lse", "row_keys", "key_rows", "row_blocks", "row_items", "bounds",
+    "partial_out", "partial_lse", "row_keys", "key_rows", "row_blocks", "row_items", "bounds", "rng_state",
 )  # fmt: skip
 _NO_PARTIAL: tuple[Tensor | None, Tensor | None] = (None, None)
 
@@ -86,7 +86,7 @@ class ForwardPlan:
         run(steps, (
             t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, tile_counter, t.alibi_slopes, t.attn_bias,
             t.attn_mask, *parts, t.row_keys, t.key_rows, t.row_blocks, t.row_items,
-            empty_bounds(self._bounds, t.q) if self._bounds else None, *read_by_mods(t),
+            empty_bounds(self._bounds, t.q) if self._bounds else None, t.rng_state, *read_by_mods(t, self._problem),
         ))  # fmt: skip
         return out, lse
 
@@ -115,7 +115,9 @@ OF_ROWS = Side(BOUNDS_BLOCK.value)
 
 def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> dict[str, Launch]:
     """The launches by kernel name, in order; arguments as of ``forward_launch``."""
-    made = {"interval_bounds": bounds_launch(problem, tensors, OF_ROWS)} if problem.intervals else {}
+    made = table_launches(problem, tensors)
+    if problem.intervals:
+        made["interval_bounds"] = bounds_launch(problem, tensors, OF_ROWS)
     return {**made, "attention_forward": forward_launch(problem, tensors, config, is_joined=is_joined)}
 
 

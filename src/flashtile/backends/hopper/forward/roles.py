@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import softmax
+from flashtile.backends.hopper.device.dropout import draw
 from flashtile.backends.hopper.device.gluon_compat import as_box, tma_load, tma_store_wait
 from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
 from flashtile.backends.hopper.device.parts import (
@@ -204,10 +205,11 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
             s, pairs = first_scores(channels, tiles + 1, used + 1, loop, zeros, call, schedule, mod, WARPGROUP)
             accs = add_last_values(channels, used, state)
             fetched = mod.fetch(pairs, zeros, call.mods)
+            words = draw(zeros, pairs, loop.cipher, call)
             s = warpgroup_mma_wait(len(accs), deps=[s])
             channels.keys[0].release(used + 1 + loop.skipped, loop.is_tile)
             channels.queries[0].release(tiles)
-            e, row_max, row_sum = first_probs(s, mod, pairs, fetched, call, schedule, loop)
+            e, row_max, row_sum = first_probs(s, mod, pairs, fetched, words, call, schedule, loop)
             row_sum = compute_before_wait(row_sum)
             accs = wait_for_products(accs)
             channels.values[0].release(used)
@@ -253,12 +255,13 @@ def start_tile(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROU
     """The softmax state after a tile's first block, with nothing else under way; see ``first_probs``."""
     s, pairs = first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP)
     fetched = mod.fetch(pairs, zeros, call.mods)
+    words = draw(zeros, pairs, loop.cipher, call)
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)
     channels.keys[0].release(used + loop.skipped, loop.is_tile)
     if not schedule.OVERLAP:
         channels.queries[0].release(tiles, loop.is_tile & (loop.n_block == loop.n_block_min))
-    return first_probs(s, mod, pairs, fetched, call, schedule, loop)
+    return first_probs(s, mod, pairs, fetched, words, call, schedule, loop)
 
 
 @gluon.jit
@@ -303,6 +306,8 @@ def row_results(row_max, row_sum, where, heads, call, schedule):
         scale = scale * factor
     else:
         scale, lse = softmax.finalise(row_max, total)
+    if call.mods.dropout.rng_state_ptr is not None:
+        scale = scale * call.mods.dropout.keep_scale
     return scale, lse
 
 

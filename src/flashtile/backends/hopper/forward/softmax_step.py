@@ -7,7 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import intervals, mods, softmax
+from flashtile.backends.gpu.device.dropout import cipher_of
 from flashtile.backends.hopper.device import functions
+from flashtile.backends.hopper.device.dropout import draw, thinned
 from flashtile.backends.hopper.device.fragments import (
     as_before,
     by_thread,
@@ -52,7 +54,7 @@ class KeyLoop:
     Blocks outside [n_full_min, n_full_max) need a mask. ``skipped`` blocks, 0 or 1, above ``n_block`` are skipped.
     With lists, blocks are positions, those before ``n_partial_max`` are partial, and [n_full_min, n_full_max) numbers.
     ``first_keys`` and ``last_keys`` are those that each row keeps, as ``from_thread_column`` counts them;
-    ``slope`` is ALiBi's, ``read`` what users' functions read once a tile.
+    ``slope`` is ALiBi's, ``read`` what users' functions read once a tile, ``cipher`` the head's for dropout.
     """
 
     is_tile: gl.tensor
@@ -66,6 +68,7 @@ class KeyLoop:
     slope: gl.tensor
     read: gl.tuple
     n_partial_max: gl.tensor
+    cipher: gl.tuple
 
 
 @aggregate
@@ -134,9 +137,13 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
     if functions.reads(call.mods.SCORES, call.mods.MASKS, call.mods.band.lists):
         where = query_rows(records, tiles, call)
         read = functions.of_tile(call.mods, where.b, where.head, (records.get(tiles, "row") + rows)[:, None])
+    cipher = ()
+    if call.mods.dropout.rng_state_ptr is not None:
+        where = query_rows(records, tiles, call)
+        cipher = cipher_of(call, where.b, where.head)
     return KeyLoop(
         n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys, slope, read,
-        n_partial_max,
+        n_partial_max, cipher,
     )  # fmt: skip
 
 
@@ -228,7 +235,7 @@ def first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGR
 
 
 @gluon.jit
-def first_probs(s, mod, pairs, fetched, call, schedule, loop):
+def first_probs(s, mod, pairs, fetched, words, call, schedule, loop):
     """The softmax state after a tile's first block: (probs, row_max, row_sum)."""
     edge = is_edge(loop, number_of(loop.n_block, call, schedule), call)
     s, shift = shape_scores(s, mod, pairs, fetched, call, loop, edge, True)
@@ -238,7 +245,7 @@ def first_probs(s, mod, pairs, fetched, call, schedule, loop):
     tops = mod.release(pairs, tops)
     row_max, finite_max, _ = softmax.raise_max(nothing, tops, True)
     e = exponentials(s, mod.scale_log2, finite_max, shift)
-    return e, row_max, thread_sums(e)
+    return thinned(e, words, call, 0.0), row_max, thread_sums(e)
 
 
 @gluon.jit
@@ -269,6 +276,9 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     # Three warpgroups have fewer registers, so tiles in shared memory, which load fast, are read after the wait.
     LATE: gl.constexpr = schedule.NUM_WARPGROUPS > 2 and len(mod.late_tiles) > 0
     fetched = () if LATE else mod.fetch(pairs, zeros, call.mods)
+    # Three warpgroups have no registers for drawing under the product either.
+    DRAWS_LATE: gl.constexpr = schedule.NUM_WARPGROUPS > 2
+    words = () if DRAWS_LATE else draw(zeros, pairs, loop.cipher, call)
     s = warpgroup_mma_wait(len(accs), deps=[s])
     if LATE:
         fetched = mod.fetch(pairs, zeros, call.mods)
@@ -289,7 +299,9 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     if schedule.NUM_WARPGROUPS == 2:
         # With three warpgroups the two others keep the tensor cores busy, and ptxas's early wait costs less.
         row_sum = compute_before_wait(row_sum)
-    probs = operand(e, state.probs)
+    if DRAWS_LATE:
+        words = draw(zeros, pairs, loop.cipher, call)
+    probs = operand(thinned(e, words, call, 0.0), state.probs)
 
     accs = wait_for_products(accs)
     channels.values[0].release(used)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import blocks, lists, mods, sequence
-from flashtile.backends.gpu.device.dropout import keep_tile
+from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
 from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.backward.kernel import load_row_terms, probabilities
 from flashtile.backends.portable.device.tile_io import load_rows, times_transposed
@@ -42,11 +42,12 @@ class BiasGradient(NamedTuple):
 class Partial(NamedTuple):
     """The derivative of the user's score mod by one of its loads; functions is None for the gradient of a bias.
 
-    It holds constants, so it is only passed as an argument, never assigned.
+    IS_ONE says that it is 1. It holds constants, so it is only passed as an argument, never assigned.
     """
 
     functions: Any
     NUM: Any
+    IS_ONE: Any = False
 
 
 @triton.jit
@@ -59,15 +60,13 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
-    dropout = call.mods.dropout
     head_kv = head.h // call.heads.group_size
     q = load_rows(HeadRows(call.q, head.h, queries), m_first, BLOCK_M, True)
     k = load_rows(HeadRows(call.k, head_kv, keys), n_first, BLOCK_N, True)
     rows = m_first + tl.arange(0, BLOCK_M)
-    cols = n_first + tl.arange(0, BLOCK_N)
     lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
     product = times_transposed(q, k, INPUT_PRECISION)
-    at = mods.pairs_of(head, rows[:, None] + head.shift, cols[None, :])
+    at = mods.block_of(head, m_first, n_first, BLOCK_M, BLOCK_N)
     probs, slope = probabilities(
         product, lse_log2[:, None], call, head, at, True, in_part, partial.functions is not None
     )
@@ -79,11 +78,12 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     )
     v = load_rows(HeadRows(call.v, head_kv, keys), n_first, BLOCK_N, True)
     dprobs = times_transposed(dout, v, INPUT_PRECISION)
-    if dropout.rng_state_ptr is not None:
-        kept = keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n_first // 4, BLOCK_N)
-        dprobs = tl.where(kept, dprobs * dropout.keep_scale, 0.0)
+    if call.mods.dropout.rng_state_ptr is not None:
+        cipher = cipher_of(call, head.b, head.h)
+        kept = keep_tile(call.mods.dropout, cipher, head.b, m_first, n_first, BLOCK_M, BLOCK_N)
+        dprobs = tl.where(kept, dprobs * call.mods.dropout.keep_scale, 0.0)
     dscores = mods.score_gradient(probs, dprobs, delta[:, None], slope, call.mods, True)
-    if partial.functions is not None:
+    if partial.functions is not None and not partial.IS_ONE:
         dscores = tl.where(dscores == 0.0, 0.0, dscores * mods.partial_of_load(product, call.mods, head, at, partial))
     return acc + dscores
 

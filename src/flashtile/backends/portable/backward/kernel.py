@@ -19,7 +19,7 @@ import triton.language as tl
 
 from flashtile.backends.gpu.device import blocks, intervals, lists, mods
 from flashtile.backends.gpu.device.blocks import KeyBlocks
-from flashtile.backends.gpu.device.dropout import keep_tile
+from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
 from flashtile.backends.gpu.device.mods import multiple
 from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.device.tile_io import (
@@ -105,7 +105,7 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
-    dropout, queries, n_first = call.mods.dropout, place.queries, place.block * BLOCK_N
+    queries, n_first, cipher = place.queries, place.block * BLOCK_N, cipher_of(call, head.b, head.h)
     row_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + head.h) * of_rows.stride_head + queries.start
     cols = n_first + tl.arange(0, BLOCK_N)[:, None]
     for position in tl.range(visit.start, visit.stop):
@@ -134,10 +134,10 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
         )
         dprobs = times_transposed(v, dout, INPUT_PRECISION)
         kept_probs = probs
-        if dropout.rng_state_ptr is not None:
-            kept = tl.trans(keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n_first // 4, BLOCK_N))
+        if call.mods.dropout.rng_state_ptr is not None:
+            kept = tl.trans(keep_tile(call.mods.dropout, cipher, head.b, first, n_first, BLOCK_M, BLOCK_N))
             kept_probs = tl.where(kept, probs, 0.0)
-            dprobs = tl.where(kept, dprobs * dropout.keep_scale, 0.0)
+            dprobs = tl.where(kept, dprobs * call.mods.dropout.keep_scale, 0.0)
         if grads.dv is not None:
             dv = add_product(dv, kept_probs.to(dout[0].dtype), dout, INPUT_PRECISION)
         if grads.dk is not None:
@@ -239,7 +239,7 @@ def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, plac
     """Adds the contribution of the key blocks of ``blocks.KeyBlocks`` to dq and sums."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
-    dropout, keys = call.mods.dropout, place.keys
+    keys, cipher = place.keys, cipher_of(call, head.b, head.h)
     head_kv = head.h // call.heads.group_size
     p = rows[:, None] + head.shift
     for position in tl.range(visit.start, visit.stop):
@@ -255,9 +255,10 @@ def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, plac
         probs, slope = probabilities(product, lse_log2[:, None], call, head, at, edge, visit.PARTIAL, True)
         v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, visit.MASKED)
         dprobs = times_transposed(dout, v, INPUT_PRECISION)
-        if dropout.rng_state_ptr is not None:
-            kept = keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
-            dprobs = tl.where(kept, dprobs * dropout.keep_scale, 0.0)
+        if call.mods.dropout.rng_state_ptr is not None:
+            m_first = place.block * tiles.BLOCK_M
+            kept = keep_tile(call.mods.dropout, cipher, head.b, m_first, first, tiles.BLOCK_M, BLOCK_N)
+            dprobs = tl.where(kept, dprobs * call.mods.dropout.keep_scale, 0.0)
         if sums.ptr is not None:
             # The bias is added to scores that softcap has changed.
             masked = True if sums.SUM_ROWS else edge

@@ -14,7 +14,7 @@ from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.records import operand_names, read_by_mods, rows_of
+from flashtile.backends.gpu.records import operand_names, read_by_mods, rows_of, table_launches
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.backward.config import (
     MOST_SUMS,
@@ -115,7 +115,7 @@ class BackwardPlan:
             t.origins, out, lse, dlse, rows, dq, dk, dv, dbias, t.row_keys, t.key_rows,
             t.row_blocks, t.row_items, t.key_blocks, t.key_items,
             empty_bounds(self._bounds, t.q) if self._bounds else None,
-            *read_by_mods(t), *(x for each in sums_of for x in each),
+            *read_by_mods(t, self._problem), *(x for each in sums_of for x in each),
         ))  # fmt: skip
         dsinks = None
         if t.sinks is not None and wanted.sinks:
@@ -199,7 +199,7 @@ def launches(
 ) -> dict[str, Launch]:
     """The launches by kernel name, in order, for plans and for builds; ``adds``: dq, dk and dv to what is there."""
     p, wanted = problem, problem.grads
-    made = {"prepare_rows": _prepare_launch(p, tensors, dout, dlse)}
+    made = table_launches(p, tensors) | {"prepare_rows": _prepare_launch(p, tensors, dout, dlse)}
     for name in key_kernels(p):
         with_dk, with_dv = wanted.k and name != "dv", wanted.v and name != "dk"
         if with_dk or with_dv:

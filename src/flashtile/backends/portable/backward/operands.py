@@ -7,14 +7,16 @@ that these too are added in a fixed order.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.mods import Operand, Operands
-from flashtile.backends.gpu.functions import module_of
+from flashtile.backends.gpu.device.mods import Operand
+from flashtile.backends.gpu.distances import table_of
+from flashtile.backends.gpu.functions import module_of, operands_of
 from flashtile.backends.gpu.intervals import Side
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.lists import masks_of
@@ -80,11 +82,10 @@ def _covers(problem: Problem, x: Tensor, axes: tuple[int | None, ...]) -> bool:
 
 
 def _config(problem: Problem, way: Way) -> Config:
-    config = choose(problem, "dbias")
-    if way == "diagonals":
-        size = min(config.block_m, config.block_n)
-        return Config(size, size, config.num_warps, 1)
-    return config
+    if way != "diagonals":
+        return choose(problem, "dbias")
+    config = choose(problem, "diagonals")
+    return config if config.block_m >= config.block_n else dataclasses.replace(config, block_n=config.block_m)
 
 
 def launch_of(problem: Problem, t: Tensors, dout: Tensor, of_rows: Any, share: Share, *, first: bool = False) -> Launch:
@@ -95,8 +96,9 @@ def launch_of(problem: Problem, t: Tensors, dout: Tensor, of_rows: Any, share: S
     masks = masks_of(problem, t, Side(config.block_m))
     masks = None if masks is None else masks._replace(bounds=None)
     call, rows = call_of(problem, t, config, ("q", "k", "v", "dout"), dout, masks=masks, has_own_slope=False)
-    made = module_of(function.graph.text)
-    partial = Partial(made.partials, share.number)
+    made = module_of(function.graph.text, table_of(problem) is not None)
+    is_one = function.graph.is_const(function.graph.partials[share.number].slope, 1.0)
+    partial = Partial(made.partials, share.number, is_one)
     arguments: dict[str, Any] = {"call": call, "douts": rows, "of_rows": of_rows}
     tiles = tiles_of(config)
     if share.way in ("rows", "keys", "pairs"):
@@ -110,7 +112,7 @@ def launch_of(problem: Problem, t: Tensors, dout: Tensor, of_rows: Any, share: S
         arguments |= {"dbias": sums, "partial": partial, "tiles": tiles}
         return Launch(attention_backward_dbias, programs, arguments, config.options())
     if share.way == "diagonals":
-        before, after = _diagonals(problem, config)
+        before, after, _ = _diagonals(problem, config)
         diagonals = Diagonals(Pointer(torch.float32, share.sums), before, after)
         programs = problem.batch * problem.num_heads_q * (before + after)
         arguments |= {"partial": partial, "diagonals": diagonals, "tiles": tiles}
@@ -129,19 +131,13 @@ def _places(problem: Problem, function: Function, share: Share, made: Any, first
     greatest = Pointer(torch.int32, f"greatest{share.number}") if is_repeatable else None
     sums = Pointer(torch.int64 if is_repeatable else torch.float32, share.sums)
     # Numbers of lengths are not looked at by the compiler, so a constant may not follow from one.
-    return Places(made.places, Operands(tensors, _numbers(function)), sums, greatest, share.number, first, _ROOM)
+    return Places(
+        made.places, operands_of(function)._replace(tensors=tensors), sums, greatest, share.number, first, _ROOM
+    )
 
 
 # 2^34 terms: 131,072 rows and keys.
 _ROOM = 34
-
-
-def _numbers(function: Function) -> Any:
-    from flashtile.backends.gpu.functions import mod_of
-
-    mod = mod_of(function)
-    assert mod is not None
-    return mod.operands.numbers
 
 
 def _domain(problem: Problem, share: Share) -> tuple[int, int, int, int]:
@@ -153,8 +149,21 @@ def _domain(problem: Problem, share: Share) -> tuple[int, int, int, int]:
     return p.batch, p.num_heads_q, *((p.seqlen_q, 1) if share.way == "rows" else (1, p.seqlen_k))
 
 
-def _diagonals(problem: Problem, config: Config) -> tuple[int, int]:
-    return -(-problem.seqlen_k // config.block_m), -(-problem.seqlen_q // config.block_m)
+def _diagonals(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Blocks of diagonals with keys past rows, those with rows past keys, and how many a tile has a part of."""
+    ratio = config.block_m // config.block_n
+    return -(-problem.seqlen_k // config.block_n), ratio * -(-problem.seqlen_q // config.block_m), ratio + 1
+
+
+def _by_distance(problem: Problem, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The distances, and their sums of each sequence and head."""
+    config = _config(problem, "diagonals")
+    before, after, parts = _diagonals(problem, config)
+    total = sums.new_zeros(problem.batch, problem.num_heads_q, before + after + parts - 1, config.block_n)
+    for part in range(parts):
+        total[:, :, part : part + before + after] += sums[:, :, :, part]
+    n = torch.arange(total.shape[2] * config.block_n, device=sums.device) - (before + 1) * config.block_n
+    return n, total.flatten(2)
 
 
 def new_sums(problem: Problem, t: Tensors, share: Share) -> list[Tensor]:
@@ -166,7 +175,8 @@ def new_sums(problem: Problem, t: Tensors, share: Share) -> list[Tensor]:
         return [t.q.new_zeros(count, dtype=dtype) for dtype in dtypes]
     if share.way == "diagonals":
         config = _config(problem, share.way)
-        shape: tuple[int, ...] = (problem.batch, problem.num_heads_q, sum(_diagonals(problem, config)) * config.block_m)
+        before, after, parts = _diagonals(problem, config)
+        shape: tuple[int, ...] = (problem.batch, problem.num_heads_q, before + after, parts, config.block_n)
     else:
         shape = _domain(problem, share)
     # An entry that no pair is at is 0.
@@ -185,23 +195,32 @@ def gradient_of(problem: Problem, t: Tensors, share: Share, sums: list[Tensor]) 
         return (sums[0].double() * torch.exp2(exponent + _ROOM - 61)).float().view(x.shape)
     if share.way == "pairs":
         return _at_pairs(x, share, sums[0])
-    total = x.new_zeros(x.numel(), dtype=torch.float32)
     device = x.device
     at = {"b": torch.arange(problem.batch, device=device)[:, None, None]}
     at["h"] = torch.arange(problem.num_heads_q, device=device)[:, None]
-    n = torch.arange(sums[0].shape[-1] if share.way != "rows" else problem.seqlen_q, device=device)
     if share.way == "diagonals":
-        config = _config(problem, share.way)
-        n = n - _diagonals(problem, config)[0] * config.block_m
+        n, values = _by_distance(problem, sums[0])
+    else:
+        values = sums[0].view(problem.batch, problem.num_heads_q, -1)
+        n = torch.arange(values.shape[-1], device=device)
     at["i"] = n.clamp(min=0) if share.way == "diagonals" else n
     at["j"] = (-n).clamp(min=0) if share.way == "diagonals" else n
     at["score"] = torch.zeros((), device=device)
     load = function.graph.partials[share.number].load
-    places = function.places(load, at, torch.float32)
-    values = sums[0].view(problem.batch, problem.num_heads_q, -1)
-    # Sorted by place, as PyTorch adds such values in a fixed order.
-    total.index_put_((places.expand_as(values).reshape(-1),), values.reshape(-1), accumulate=True)
-    return total.view(x.shape)
+    return _at_places(function.places(load, at, torch.float32), values, x.numel()).view(x.shape)
+
+
+def _at_places(places: Tensor, values: Tensor, count: int) -> Tensor:
+    """The sums of the values for each of ``count`` places, in a fixed order.
+
+    ``index_put_`` adds what is for one place one after another, and a bucket of T5's has most of all distances.
+    """
+    places = places[(None,) * (values.dim() - places.dim())]
+    shared = [d for d, size in enumerate(places.shape) if size == 1 != values.shape[d]]
+    values = values.sum(shared, keepdim=True) if shared else values
+    places, order = places.flatten().sort(stable=True)
+    ends = torch.searchsorted(places, torch.arange(count + 1, device=places.device))
+    return torch.segment_reduce(values.flatten()[order], "sum", offsets=ends, initial=0, unsafe=True)
 
 
 def _at_pairs(x: Tensor, share: Share, sums: Tensor) -> Tensor:

@@ -41,12 +41,14 @@ class Places(NamedTuple):
 
 
 class Diagonals(NamedTuple):
-    """Sums by ``i - j``, contiguous ``(batch, num_heads_q, (before + after) * BLOCK)`` float32.
+    """Sums by ``i - j``, contiguous ``(batch, num_heads_q, before + after, BLOCK_M / BLOCK_N + 1, BLOCK_N)`` float32.
+
+    Entry ``[..., k, s, c]`` is the share of one program in the distance ``(k - before + s - 1) * BLOCK_N + c``.
 
     Attributes:
-        ptr: The sums; the first is that of ``-before * BLOCK``.
+        ptr: The sums.
         before: Blocks of keys.
-        after: Blocks of rows.
+        after: As many blocks of as many rows as cover all rows.
     """
 
     ptr: Any
@@ -55,36 +57,51 @@ class Diagonals(NamedTuple):
 
 
 @triton.jit
+def keeps_diagonal(lowest, greatest, shift, band):
+    """Whether the band keeps a pair whose row is from ``lowest`` to ``greatest`` past its key."""
+    keeps = lowest <= greatest
+    if band.left is not None:
+        keeps = keeps & (lowest + shift <= band.left)
+    if band.right is not None:
+        keeps = keeps & (greatest + shift >= -band.right)
+    return keeps
+
+
+@triton.jit
 def attention_backward_diagonals(call, douts, of_rows, partial, diagonals, tiles):
-    """Sums the gradients of ``dbias.Partial`` over BLOCK diagonals of one head; tiles are square."""
-    BLOCK: tl.constexpr = tiles.BLOCK_M
+    """Sums the gradients of ``dbias.Partial`` by distance, of one head, over the tiles of one block of diagonals.
+
+    All of its tiles are as far from the diagonal, so what they have at one place in a tile is summed as it is; only the
+    last sum is turned, so that diagonals become columns. BLOCK_M is a multiple of BLOCK_N.
+    """
+    BLOCK_M: tl.constexpr = tiles.BLOCK_M
+    BLOCK_N: tl.constexpr = tiles.BLOCK_N
+    RATIO: tl.constexpr = BLOCK_M // BLOCK_N
     pid = tl.program_id(0)
     count = diagonals.before + diagonals.after
     block, head_index = pid % count, pid // count
     b, h = head_index // call.heads.num_q, head_index % call.heads.num_q
-    k = block - diagonals.before
     queries, keys = sequence.sequence_of(call.queries, b), sequence.sequence_of(call.keys, b)
     head = mods.head_of(call.mods, b, h, queries.length, keys.length)
-    row, col = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
-    # Column c of the turned tile has the diagonals c, in rows from c on, and c - BLOCK, in rows before it.
-    turned = (row - col + BLOCK) % BLOCK
-    acc = tl.zeros([BLOCK], tl.float32)
-    m_blocks = (queries.length + BLOCK - 1) // BLOCK
-    n_blocks = (keys.length + BLOCK - 1) // BLOCK
-    for side in tl.static_range(2):
-        # Tiles on the diagonal k of blocks have these diagonals after their own, those on k + 1 before it.
-        first = tl.maximum(k + side, 0)
-        for m in tl.range(first, tl.minimum(m_blocks, n_blocks + k + side)):
-            m_first, n_first = m * BLOCK, (m - k - side) * BLOCK
-            if keeps_some(queries, keys, m_first, n_first, call, tiles):
-                zero = tl.zeros([BLOCK, BLOCK], tl.float32)
-                tile = listed_gradient(
-                    zero, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles
-                )
-                tile = tl.gather(tile, turned, 1)
-                acc += tl.sum(tl.where((row < col) == (side == 1), tile, 0.0), 0)
-    at = (tl.cast(head_index, tl.int64) * count + block) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(diagonals.ptr + at, acc)
+    # Tile m of rows meets tile RATIO * m - k of keys.
+    k = block - diagonals.before
+    n_blocks = (keys.length + BLOCK_N - 1) // BLOCK_N
+    first = (tl.maximum(k, 0) + RATIO - 1) // RATIO
+    stop = tl.minimum((queries.length + BLOCK_M - 1) // BLOCK_M, (n_blocks + k + RATIO - 1) // RATIO)
+    if not keeps_diagonal((k - 1) * BLOCK_N + 1, k * BLOCK_N + BLOCK_M - 1, head.shift, call.mods.band):
+        stop = first
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for m in tl.range(first, stop):
+        m_first, n_first = m * BLOCK_M, (m * RATIO - k) * BLOCK_N
+        acc = listed_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles)
+    row, col = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    # Column c of the turned tile has the distances c, in rows from c on, and c - BLOCK_N, in rows before it, of each
+    # BLOCK_N rows.
+    acc = tl.gather(acc, (row - col + BLOCK_M) % BLOCK_N, 1)
+    place = row // BLOCK_N + tl.where(row % BLOCK_N >= col, 1, 0)
+    at = tl.cast(pid, tl.int64) * ((RATIO + 1) * BLOCK_N) + tl.arange(0, BLOCK_N)
+    for s in tl.static_range(RATIO + 1):
+        tl.store(diagonals.ptr + at + s * BLOCK_N, tl.sum(tl.where(place == s, acc, 0.0), 0))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from flashtile.backends.gpu.device import blocks, intervals, lists, mods, softmax
 from flashtile.backends.gpu.device.blocks import KeyBlocks
-from flashtile.backends.gpu.device.dropout import keep_tile
+from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
 from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.device.tile_io import (
     add_product,
@@ -28,13 +28,13 @@ from flashtile.backends.portable.device.tiles import locate
 
 
 @triton.jit
-def attend(acc, row_max, row_sum, q, rows, visit, call, tiles, head, keys):
+def attend(acc, row_max, row_sum, q, m_first, visit, call, tiles, head, keys):
     """Adds the key blocks of ``blocks.KeyBlocks`` to the softmax state of BLOCK_M rows."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
-    dropout = call.mods.dropout
+    cipher = cipher_of(call, head.b, head.h)
     head_kv = head.h // call.heads.group_size
-    p = rows[:, None] + head.shift
+    p = m_first + tl.arange(0, tiles.BLOCK_M)[:, None] + head.shift
     for position in tl.range(visit.start, visit.stop):
         n = lists.number_of(position, call.mods.band.lists, BLOCK_N)
         first = n * BLOCK_N
@@ -48,8 +48,8 @@ def attend(acc, row_max, row_sum, q, rows, visit, call, tiles, head, keys):
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         x = mods.select(x, call.mods, head, at, float("-inf"), edge, visit.PARTIAL)
         probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
-        if dropout.rng_state_ptr is not None:
-            kept = keep_tile(dropout, head.b, head.h, call.heads.num_q, rows[:, None], n * (BLOCK_N // 4), BLOCK_N)
+        if call.mods.dropout.rng_state_ptr is not None:
+            kept = keep_tile(call.mods.dropout, cipher, head.b, m_first, first, tiles.BLOCK_M, BLOCK_N)
             probs = tl.where(kept, probs, 0.0)
         v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, visit.MASKED)
         acc = add_product(scaled(acc, rescale[:, None]), probs.to(v[0].dtype), v, INPUT_PRECISION)
@@ -130,7 +130,7 @@ def attention_forward(call, output, tiles):
     for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_START else 1, 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q, rows,
+            acc, row_max, row_sum, q, m_first,
             KeyBlocks(
                 n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1,
                 phase == 0 or not LISTED,

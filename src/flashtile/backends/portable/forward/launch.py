@@ -10,7 +10,7 @@ from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.records import operand_names, read_by_mods
+from flashtile.backends.gpu.records import operand_names, read_by_mods, table_launches
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward.config import choose
@@ -70,7 +70,7 @@ class ForwardPlan:
         run(steps, (
             t.q, t.k, t.v, out, lse, t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
             t.rng_state, t.origins, *parts, t.row_keys, t.key_rows, t.row_blocks, t.row_items,
-            empty_bounds(self._bounds, t.q) if self._bounds else None, *read_by_mods(t),
+            empty_bounds(self._bounds, t.q) if self._bounds else None, *read_by_mods(t, self._problem),
         ))  # fmt: skip
         return out, lse
 
@@ -81,7 +81,7 @@ class ForwardPlan:
 
 def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> dict[str, Launch]:
     """The launches by kernel name, in order; arguments as of ``forward_launch``."""
-    made = {}
+    made = table_launches(problem, tensors)
     if problem.intervals:
         made["interval_bounds"] = bounds_launch(problem, tensors, Side(config.block_m))
     return {**made, "attention_forward": forward_launch(problem, tensors, config, is_joined=is_joined)}

@@ -1,0 +1,52 @@
+"""The host's side of ``device.distances``: which calls have a table, and the launch that fills it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.gpu.device.distances import SLACK, Table, Tabulated, tabulate
+from flashtile.backends.gpu.functions import module_of, operands_of
+from flashtile.backends.gpu.launch import Launch, Pointer
+from flashtile.call.functions import score_function
+from flashtile.call.problem import Problem
+from flashtile.mods.places import tabulated
+
+_BLOCK = 256
+
+
+def table_of(problem: Problem) -> Table | None:
+    """The record of a call's table; None if it has none, as over a cache, where each sequence has few rows."""
+    key = problem.score_function
+    if key is None or problem.keys.used or not (values := tabulated(key.graph)):
+        return None
+    ops = {key.graph.nodes[n].op for n in key.graph.needed(values)}
+    before = problem.seqlen_k + SLACK.value
+    size = before + problem.seqlen_q + SLACK.value
+    batch = problem.batch if "b" in ops else 1
+    return Table(Pointer(torch.float32, "distances"), batch, problem.num_heads_q, size, before)
+
+
+def new_table(problem: Problem, like: Tensor) -> Tensor | None:
+    """Memory for a call's table."""
+    table = table_of(problem)
+    if table is None:
+        return None
+    values = len(tabulated(problem.score_function.graph))  # type: ignore[union-attr]
+    return like.new_empty(values * table.batch * table.heads * table.size, dtype=torch.float32)
+
+
+def table_launches(problem: Problem, t: Any) -> dict[str, Launch]:
+    """What fills it, by name."""
+    table, function = table_of(problem), score_function(problem, t)
+    if table is None or function is None:
+        return {}
+    made, count = module_of(function.graph.text), len(tabulated(function.graph))
+    arguments = {
+        "mod": Tabulated(made.of_head, made.of_distance, operands_of(function)), "table": table, "COUNT": count,
+        "BLOCK": _BLOCK,
+    }  # fmt: skip
+    programs = -(-table.size // _BLOCK) * table.batch * table.heads
+    return {"tabulate": Launch(tabulate, programs, arguments, {"num_warps": 4, "num_stages": 1})}

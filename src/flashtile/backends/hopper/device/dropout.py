@@ -1,0 +1,61 @@
+"""Dropout on the fragments of WGMMA accumulators, rows first or keys first.
+
+Rows and keys that share a counter, eight apart (``core.philox``), lie in one thread: no number moves between threads.
+"""
+
+# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.gpu.device import dropout
+from flashtile.backends.hopper.device.inline_ptx import select_at_least
+
+
+@gluon.jit
+def draw(like, pairs, cipher, call):
+    """The words of all counters of a block, () without dropout: what takes time, and needs no product."""
+    if call.mods.dropout.rng_state_ptr is None:
+        return ()
+    else:
+        layout: gl.constexpr = quarter(like).type.layout
+        along = gl.arange(0, like.shape[0] // 2, gl.SliceLayout(1, layout))[:, None]
+        across = gl.arange(0, like.shape[1] // 2, gl.SliceLayout(0, layout))[None, :]
+        if pairs.keys_first:
+            return dropout.words(cipher, pairs.row // 2 + across, pairs.key // 2 + along, True)
+        else:
+            return dropout.words(cipher, pairs.row // 2 + along, pairs.key // 2 + across, True)
+
+
+@gluon.jit
+def thinned(x, words, call, fill, KEYS_FIRST: gl.constexpr = False):
+    """A block in float32, but ``fill`` where dropout drops; ``x`` itself without dropout. words: those of ``draw``."""
+    if len(words) == 0:
+        return x
+    else:
+        return select_at_least(x, numbers(words, x, KEYS_FIRST), call.mods.dropout.threshold, fill)
+
+
+@gluon.jit
+def numbers(words, like, KEYS_FIRST: gl.constexpr):
+    """Each pair's number, in the upper half of 32 bits whose lower half is any, in the layout of ``like``."""
+    M: gl.constexpr = like.shape[0]
+    N: gl.constexpr = like.shape[1]
+    first, second = words
+    # Along and across by the bits of value 8: 00, 10, 01, 11.
+    if KEYS_FIRST:
+        four = gl.join(gl.join(first << 16, first), gl.join(second << 16, second))
+    else:
+        four = gl.join(gl.join(first << 16, second << 16), gl.join(first, second))
+    eights = gl.permute(gl.reshape(four, [M // 16, 8, N // 16, 8, 2, 2]), (0, 4, 1, 2, 5, 3))
+    return gl.convert_layout(gl.reshape(eights, [M, N]), like.type.layout)
+
+
+@gluon.jit
+def quarter(x):
+    """[M, N] -> [M // 2, N // 2], without the places whose bit of value 8 is set."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    eights = gl.permute(gl.reshape(x, [M // 16, 2, 8, N // 16, 2, 8]), (0, 2, 3, 5, 1, 4))
+    even, _ = gl.split(gl.reshape(eights, [M // 2, N // 2, 2, 2]))
+    found, _ = gl.split(even)
+    return found
