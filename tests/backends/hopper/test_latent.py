@@ -75,6 +75,13 @@ def test_numbers(case: CacheCase, num_sms: int) -> None:
         judge(build(case, torch.bfloat16), "hopper")
 
 
+@pytest.mark.parametrize(("heads", "length", "num_sms"), [(16, 1100, 9), (40, 2500, 20)])
+def test_folds_of_many_states(heads: int, length: int, num_sms: int) -> None:
+    """Some rows of all states at once, four and then one: ``folds.share_tile``."""
+    with on_cpu(seed=heads), running(num_sms):
+        judge(build(case_of("many", (length,), heads=heads), torch.bfloat16), "hopper")
+
+
 def test_other_calls_stay_with_the_triton_kernel() -> None:
     call = build(CASES[0], torch.bfloat16)
     problem = call.problem.but(device_type="cuda", compute_capability=(9, 0))

@@ -57,11 +57,13 @@ def share_tile(records, parts, place, shape, count, call, latent, HALF: gl.const
     helps = (records.get(parts, "waits") > 0) & (num_states * count * call.out.DIM >= 16384)
     rank, step = arrive(counter, records.get(parts, "state"), num_states, helps, call.schedule.PATIENCE)
     if step > 0:
-        # With many states and few rows a row is enough for a program.
-        if 2 * num_states >= count:
-            fold_rows(rank, step, origin, num_states, place, shape, count, call, latent, HALF)
-        else:
+        # So that as many have a share as fold: shares of one program follow one another.
+        if 2 * num_states < count:
             fold_shares(rank, step, origin, num_states, place, shape, count, call, latent, HALF, 16, 4)
+        elif num_states <= 16:
+            fold_shares(rank, step, origin, num_states, place, shape, count, call, latent, HALF, 4, 8)
+        else:
+            fold_rows(rank, step, origin, num_states, place, shape, count, call, latent, HALF)
 
 
 @gluon.jit
