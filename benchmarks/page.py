@@ -121,7 +121,7 @@ _HEADLINE = (
     ("shapes of models, backward", "models", "flashtile", table.BEST_PEER),
     ("Hopper, packed sequences, both", "varlen", "flashtile-hopper", table.BEST_PEER),
     ("Hopper, decode", "decode", "flashtile", decode.PEER),
-    ("Hopper, a server's step", "serving", "flashtile", decode.PEER),
+    ("Hopper, a server's step", "serving", "flashtile-hopper", decode.PEER),
     ("portable, forward", "forward", "flashtile-portable", "fa2"),
     ("portable, backward", "backward", "flashtile-portable", "fa2"),
     ("portable, shapes of models, forward", "models-portable", "flashtile-portable", "fa2"),

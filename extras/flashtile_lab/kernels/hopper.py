@@ -167,7 +167,7 @@ def limits(problem: Problem) -> dict[str, int]:
         # All but a few bytes at head_dim 256 are the scheduler's, which has few registers.
         "wide_cache_attention": 128,
         # The scheduler's, and what the scorer keeps over the copies of queries.
-        "latent_attention": 48,
+        "latent_attention": 112 if _is_new_triton() else 64,
     }
 
 
