@@ -123,4 +123,5 @@ def test_flash_attention_3_is_a_function_with_gradients(monkeypatch):
     assert torch.equal(out, 2 * inputs.v) and all(map(torch.equal, grads, expected))
     windows = {"window_size_left": -1, "window_size_right": -1}
     assert seen["bwd"] == {"softmax_scale": 0.25, "is_causal": True, **windows}
-    assert seen["fwd"] == {**seen["bwd"], "num_splits": 1}
+    # Of so few rows as it likes.
+    assert seen["fwd"] == {**seen["bwd"], "num_splits": 0}
