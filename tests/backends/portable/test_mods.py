@@ -144,6 +144,11 @@ def test_lists(score: str | None, mask: str, listed: tuple[int, int], case: Case
     judge(call if mask != "nothing" else call.wanting(["v"]), "portable")
 
 
+def test_listed_rows_past_all_that_is_stored_of_a_head() -> None:
+    """A block of 256 rows, where lse and delta of 19 are stored as 128; after the last head's are sums not yet made."""
+    judge(with_functions(replace(DENSE, batch=1), None, "prefix", torch.float32, listed=(256, 16)), "portable")
+
+
 @pytest.mark.parametrize("size", [(32, 32), (48, 33)], ids=str)
 @pytest.mark.parametrize("mask", ["documents", "heads_differ", "prefix"])
 def test_the_kernel_of_lists_counts_as_pytorch_does(mask: str, size: tuple[int, int]) -> None:

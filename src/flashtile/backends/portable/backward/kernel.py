@@ -97,6 +97,15 @@ def probabilities(product, lse_log2, call, head, at, edge, partial, WITH_SLOPE: 
 
 
 @triton.jit
+def load_row_terms(of_rows, num_heads, head, queries, rows):
+    """Loads lse_log2 and delta of rows of a head; those of rows past the end make every probability and gradient 0."""
+    at = (tl.cast(queries.batch_index, tl.int64) * num_heads + head.h) * of_rows.stride_head + queries.start
+    lse_log2 = tl.load(of_rows.lse_log2 + at + rows, mask=rows < queries.length, other=float("inf"))
+    delta = tl.load(of_rows.delta + at + rows, mask=rows < queries.length, other=0.0)
+    return lse_log2, delta
+
+
+@triton.jit
 def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, place):
     """Adds the contribution of one head's query blocks, those of ``blocks.KeyBlocks``, to dk and dv, where needed.
 
@@ -118,11 +127,15 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
             edge = (m < visit.full_start) | (m >= visit.full_stop)
         q = load_rows(HeadRows(call.q, head.h, queries), first, BLOCK_M, visit.MASKED)
         # Rows past the end have lse_log2 +inf, so probability 0: dense ones from prepare_rows, packed ones by a select.
-        lse_log2 = tl.load(of_rows.lse_log2 + row_at + first + tl.arange(0, BLOCK_M))
-        delta = tl.load(of_rows.delta + row_at + first + tl.arange(0, BLOCK_M))
-        if visit.MASKED and call.queries.cu_seqlens is not None:
-            lse_log2 = tl.where(rows < queries.length, lse_log2, float("inf"))
-            delta = tl.where(rows < queries.length, delta, 0.0)
+        # A listed block may reach past all that is stored of a head, so what lists load is checked.
+        if visit.MASKED and call.mods.band.lists is not None:
+            lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
+        else:
+            lse_log2 = tl.load(of_rows.lse_log2 + row_at + first + tl.arange(0, BLOCK_M))
+            delta = tl.load(of_rows.delta + row_at + first + tl.arange(0, BLOCK_M))
+            if visit.MASKED and call.queries.cu_seqlens is not None:
+                lse_log2 = tl.where(rows < queries.length, lse_log2, float("inf"))
+                delta = tl.where(rows < queries.length, delta, 0.0)
         product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
         at = mods.pairs_of(head, p, cols)
         probs, slope = probabilities(product, lse_log2[None, :], call, head, at, edge, visit.PARTIAL, True)
@@ -267,15 +280,6 @@ def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, plac
         dscores = mods.score_gradient(probs, dprobs, delta[:, None], slope, call.mods, edge)
         dq = add_product(dq, dscores.to(k[0].dtype), k, INPUT_PRECISION)
     return dq
-
-
-@triton.jit
-def load_row_terms(of_rows, num_heads, head, queries, rows):
-    """Loads lse_log2 and delta of rows of a head; those of rows past the end make every probability and gradient 0."""
-    at = (tl.cast(queries.batch_index, tl.int64) * num_heads + head.h) * of_rows.stride_head + queries.start
-    lse_log2 = tl.load(of_rows.lse_log2 + at + rows, mask=rows < queries.length, other=float("inf"))
-    delta = tl.load(of_rows.delta + at + rows, mask=rows < queries.length, other=0.0)
-    return lse_log2, delta
 
 
 @triton.jit
