@@ -11,7 +11,7 @@ import torch
 
 from flashtile.backends.gpu.decode.config import choose
 from flashtile.backends.gpu.decode.launch import append_launch, attention_launch
-from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, lower
+from flashtile.backends.gpu.launch import Launch, lower, specialise
 from flashtile.backends.hopper.decode.config import tiles
 from flashtile.backends.hopper.decode.launch import wide_launch
 from flashtile.call.backend import Direction
@@ -21,6 +21,7 @@ from flashtile.core.masks import Band
 from flashtile.ops import dispatch
 from flashtile_lab.kernels import decode
 from flashtile_lab.kernels.decode import described_call
+from tests.fuzz.constants import forgotten
 from tests.fuzz.launches import recorded
 
 
@@ -55,30 +56,13 @@ def test_steps_of_a_server_share_builds(heads: int) -> None:
     assert len(attend) == 2 * len(rows)  # with splits and, where there are few pages, without
 
 
-def keeps_constants(record: tuple[Any, ...]) -> bool:
-    """Whether Triton 3.6 keeps the constants of the records in a record: whether it has no leaves or ends with one."""
-    inner = [x for x in record if isinstance(x, tuple) and not isinstance(x, (Const, Pointer, TensorMap))]
-    ends = record[-1] is None or getattr(record, "_fields", ("",))[-1].isupper()
-    is_safe = ends or len(inner) == len(record) or not any(map(has_constants, inner))
-    return is_safe and all(map(keeps_constants, inner))
-
-
-def has_constants(record: tuple[Any, ...]) -> bool:
-    """Whether a record or one in it has a constant."""
-    names = getattr(record, "_fields", ("",) * len(record))
-    return any(
-        name.isupper() or value is None or isinstance(value, Const) or callable(value)
-        or (isinstance(value, tuple) and not isinstance(value, (Pointer, TensorMap)) and has_constants(value))
-        for name, value in zip(names, record, strict=True)
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("call", [{"appends": True}, {"softcap": 30.0, "alibi": True, "sinks": True, "page_size": 16}])
 def test_no_record_loses_constants(call: dict[str, Any]) -> None:
     problem, tensors = described_call((9, 0), num_heads_q=568, **call)
     wide = wide_launch(problem, tensors, tiles(problem), 132)
     for launch in (*decode.launches(problem, tensors).values(), wide):
-        assert all(map(keeps_constants, launch.arguments.values())), launch
+        what = specialise(launch)
+        assert not forgotten(what.tree, what.constexprs), launch
 
 
 @pytest.mark.parametrize("backend", ["hopper", "portable"])

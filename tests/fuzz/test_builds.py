@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from flashtile.backends.gpu.launch import leaf_names
 from flashtile_lab.kernels.build import ARCHS
 from tests.cases import Case
 from tests.fuzz import builds
-from tests.fuzz.drawn import ENDLESS, Drawn, Pieces, draw
+from tests.fuzz.constants import forgotten
+from tests.fuzz.drawn import ENDLESS, KINDS, Drawn, Pieces, draw
 from tests.kvcache.cases import CacheCase
 from tests.quantization.quantizer import Case as Quantizer
 
@@ -36,6 +38,32 @@ def test_every_drawn_call_is_laid_out_on_every_architecture(arch: str) -> None:
     for each in found:
         assert [*each.build.tree] == each.build.kernel.arg_names
         assert sorted([*each.build.signature, *each.build.constexprs]) == sorted(leaf_names(each.build.tree))
+
+
+class Inner(NamedTuple):
+    """A record of a toy kernel."""
+
+    ptr: Any
+    SIZE: Any
+
+
+def test_what_triton_forgets() -> None:
+    """A record that is given a number after the records in it, and nothing more once they have their constants."""
+    inner, constants = Inner("ptr", "SIZE"), {"SIZE": 64, "LAST": True, "none": None}
+    assert forgotten({"a": (inner, "stride")}, constants) == {"SIZE"}
+    assert forgotten({"a": ((inner, "stride"), "number")}, constants) == {"SIZE"}
+    for record in ((inner,), ("stride", inner), (inner, "stride", "LAST"), (("none", "ptr"), "stride")):
+        assert not forgotten({"a": record}, constants)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_no_kernel_forgets_constants_of_its_records(arch: str) -> None:
+    """On Triton 3.6 gradients past head_dim 256 were without the slope of a score mod."""
+    drawn = [draw(n, ENDLESS, kind) for n in range(10) for kind in sorted(set(KINDS))]
+    big = Case("big", seqlen_q=100, seqlen_k=100, head_dim=320, bias="hqk", bias_grad=False)
+    found, wrong = builds.distinct([dataclasses.replace(SMALL, case=big), *drawn], arch)
+    lost = {each.build.label: forgotten(each.build.tree, each.build.constexprs) for each in found}
+    assert not wrong and not {label: names for label, names in lost.items() if names}
 
 
 def test_faults_are_failures_with_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,9 +275,9 @@ def _funnel(d: Decoder, i: Instruction) -> Step:
 
 @builder("bfe")
 def _extract(d: Decoder, i: Instruction) -> Step:
-    if i.opcode[-1] not in ("u32", "s32", "u64"):
+    if i.opcode[-1] not in ("u32", "s32", "u64", "s64"):
         raise PtxError("bit field of this type")
-    signed, bits = i.opcode[-1] == "s32", WIDTHS[i.opcode[-1]]
+    signed, bits = i.opcode[-1][0] == "s", WIDTHS[i.opcode[-1]]
     sources = [d.operand(text, width) for text, width in zip(i.operands[1:], (bits, 32, 32), strict=True)]
 
     def run(a: Array, at: Array, count: Array) -> Array:
@@ -285,9 +285,10 @@ def _extract(d: Decoder, i: Instruction) -> Step:
         found = _shift_right(a, at) & (_shift_left(np.ones_like(a), count) - a.dtype.type(1))
         if not signed:
             return found
-        top = np.minimum(at + count - u4(1), u4(31))
-        sign = (a >> top) & u4(1)
-        return np.where((sign == 1) & (count > 0), found | ~(_shift_left(np.ones_like(a), count) - u4(1)), found)
+        one = a.dtype.type(1)
+        top = np.minimum(at + count - u4(1), u4(bits - 1))
+        sign = _shift_right(a, top) & one
+        return np.where((sign == 1) & (count > 0), found | ~(_shift_left(np.ones_like(a), count) - one), found)
 
     return step(d, i.operands[0], run, sources)
 

@@ -35,6 +35,7 @@ def _e4m3(x: torch.Tensor) -> torch.Tensor:
         ("sub.s32 %r2, %r1, 16; div.s32 %r9, %r2, 3;", torch.div(LANES - 16, 3, rounding_mode="trunc")),
         ("shl.b32 %r9, %r1, 40;", LANES * 0),
         ("bfe.u32 %r9, %r1, 1, 2;", (LANES >> 1) & 3),
+        ("cvt.s64.s32 %rd4, %r1; bfe.s64 %rd5, %rd4, 1, 3; cvt.u32.u64 %r9, %rd5;", ((LANES >> 1 & 7) ^ 4) - 4),
         ("shfl.sync.bfly.b32 %r9, %r1, 5, 31, -1;", LANES ^ 5),
         ("shfl.sync.idx.b32 %r9, %r1, 7, 31, -1;", LANES * 0 + 7),
         ("lop3.b32 %r9, %r1, 12, 3, 0xEA;", (LANES & 12) | 3),

@@ -44,3 +44,12 @@ def test_functions_as_compiled(number: int) -> None:
     call = with_functions(case, score, mask, torch.bfloat16, frozen=True)
     with hopper.on_cpu(Options(seed=number, product_at_wait=number % 2 == 0), 2):
         judge(call, "hopper")
+
+
+@pytest.mark.long
+def test_slopes_past_256_as_compiled() -> None:
+    """On Triton 3.6 too, whose front end took the constant that says that there is a slope for None."""
+    case = Case("mods", batch=1, seqlen_q=70, seqlen_k=70, heads=1, kv_heads=1, head_dim=64, head_dim_v=264)
+    call = with_functions(case, "learned_temperature", None, torch.bfloat16, frozen=True)
+    with hopper.on_cpu(Options(), 2):
+        judge(call, "hopper")

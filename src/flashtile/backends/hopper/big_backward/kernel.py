@@ -42,7 +42,7 @@ def big_backward(grid):
     chunks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, WIDTH], dtype)
     of_own: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, OWN], dtype)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], dtype)
-    of_rows: gl.constexpr = grid.rows.layout
+    of_rows: gl.constexpr = grid.gradients.rows.layout
     batch = grid.call.keys.count if grid.call.q.PACKED else gl.to_tensor(2**30)
     mod = score_mod(grid.call.mods, batch)
     tile = make_records(FIELDS, "", RECORD_SIZE, 1, 3 if OF == "v" else 4)

@@ -156,9 +156,9 @@ def _gradient_launch(
         call,
         Gradient(
             backward.rows_of("dout", dout, (BLOCK, _BOX), c.block_dv, p.varlen),
-            out, None if of == "v" else float(p.softmax_scale), adds and splits is None, has_slope(p),
+            out, tensor_maps.floats_map(2 * work.blocks, BLOCK, 2, work.rows_at),
+            None if of == "v" else float(p.softmax_scale), adds and splits is None, has_slope(p),
         ),
-        tensor_maps.floats_map(2 * work.blocks, BLOCK, 2, work.rows_at),
         Schedule(_heads_at_once(p, t, of), heads, None, None, splits, _falls(p, of), False),
         c.tiles(of),
     )  # fmt: skip

@@ -14,6 +14,7 @@ class Gradient(NamedTuple):
     Attributes:
         dout: ``records.Rows``.
         out: A descriptor of the gradient, or of the splits' in the workspace.
+        rows: A descriptor of the workspace's rows, see ``backward.rows``.
         scale: What the sum is multiplied with: softmax_scale; None for dv.
         ADDS: Whether it is added to what is there, in float32.
         HAS_SLOPE: Whether a user's score mod has a derivative by the score other than 1.
@@ -21,6 +22,7 @@ class Gradient(NamedTuple):
 
     dout: Any
     out: Any
+    rows: Any
     scale: Any
     ADDS: Any
     HAS_SLOPE: Any
@@ -57,18 +59,16 @@ class Tiles(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A kernel's argument.
+    """A kernel's argument: records alone, so that Triton 3.6 keeps their constants (``device.records``).
 
     Attributes:
         call: ``records.Call`` with descriptors of q, k and v, and Hopper's ``Mods``.
         gradients: ``Gradient``.
-        rows: A descriptor of the workspace's rows, see ``backward.rows``.
         schedule: ``backward.records.Schedule``, without chains. With splits, for dk and dv, tiles have heads as there.
         tiles: ``Tiles``.
     """
 
     call: Any
     gradients: Any
-    rows: Any
     schedule: Any
     tiles: Any

@@ -104,7 +104,7 @@ def load_passing(desc, ring, rows, row, used, CHUNKS: gl.constexpr):
 def load_rows(rings, used, block, grid):
     """Starts the load of what belongs to a block of queries."""
     full = rings.rows.acquire(used, 2 * BLOCK * 4)
-    tma_load(grid.rows, [2 * block, 0], full, rings.rows.at(used))
+    tma_load(grid.gradients.rows, [2 * block, 0], full, rings.rows.at(used))
 
 
 @gluon.jit
