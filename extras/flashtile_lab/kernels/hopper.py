@@ -351,12 +351,12 @@ def _forward_limit(problem: Problem) -> int:
     With ALiBi, bias, mask or dropout up to 40 bytes, few in loops; 152 at head_dim 160 on Triton 3.9, where
     dropout spills 136 at 128, 80 of them without ping-pong, and 96 at 256. With intervals of keys up to 232 in blocks
     that they cut, with those of rows 8 at head_dim 256. A producer that gathers spills 56, once a tile, and at 96,
-    with boxes of 32 columns, 184; on Triton 3.9 80. Users' functions 72; lists of blocks 8, on Triton 3.9 72.
+    with boxes of 32 columns, 184; on Triton 3.9 80. Users' functions 72 and 112; lists of blocks 8 and 72.
     """
     from flashtile.backends.hopper.forward.config import gathers
 
     if problem.score_function is not None:
-        return 80
+        return 128 if _is_new_triton() else 80
     if problem.listed:
         return 96 if _is_new_triton() else 16
     if problem.mask_mod.key_rows and not problem.mask_mod.mirrored:
