@@ -287,9 +287,11 @@ def _latent(d: Draw, name: str) -> CacheCase:
             page_size=d.pick(8, 16, 16, 32, 64, 64, 128) if case.page_size else 0,
         )  # fmt: skip
     dims = (64, 512) if d.sizes.most_dim > 128 and d.chance(0.9) else (d.head_dim(), d.head_dim())
+    if not (apart := d.chance(1 / 3)):
+        case = replace(case, float8="", e5m2=False)
     return replace(
-        case, qv=True, float8="", e5m2=False, heads=d.pick(1, 3, 9, 16, 40, 64, 128), kv_heads=1, head_dim=dims[0],
-        head_dim_v=dims[1], rotary=min(case.rotary, dims[0] // 2 * 2), layout=d.pick("stacked", "stacked", "apart"),
+        case, qv=True, heads=d.pick(1, 3, 9, 16, 40, 64, 128), kv_heads=1, head_dim=dims[0],
+        head_dim_v=dims[1], rotary=min(case.rotary, dims[0] // 2 * 2), layout="apart" if apart else "stacked",
     )  # fmt: skip
 
 

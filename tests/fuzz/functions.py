@@ -36,14 +36,15 @@ def drawn(seed: int, sizes: Sizes | None = None) -> Drawn:
 
 
 def on_hopper(call: Drawn) -> Drawn:
-    """The like of a call that Hopper's kernels can run: in 16 bits, of whole 16 bytes, without dropout.
+    """The like of a call that Hopper's kernels can run: in 16 bits, of whole 16 bytes.
 
-    Lists are of blocks of whole tiles.
+    With a score mod it has no dropout. Lists are of blocks of whole tiles.
     """
     case, score, mask, dtype, listed = call
     dims = (max(40, -(-dim // 8) * 8) if dim else None for dim in (case.head_dim, case.head_dim_v))
     layout = "contiguous" if case.layout == "sliced" else case.layout
-    case = replace(case, dropout=0.0, layout=layout, **dict(zip(("head_dim", "head_dim_v"), dims, strict=True)))
+    dropout = 0.0 if score else case.dropout
+    case = replace(case, dropout=dropout, layout=layout, **dict(zip(("head_dim", "head_dim_v"), dims, strict=True)))
     return case, score, mask, torch.bfloat16 if dtype == torch.bfloat16 else torch.float16, listed and (
         128 * (1 + listed[0] // 48), 128 * (1 + listed[1] // 64)
     )  # fmt: skip

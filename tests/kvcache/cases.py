@@ -313,6 +313,7 @@ _LATENT = (
               alibi="h", spare=2),
     CacheCase("qv_tree", _same(37, 5, rows=7), tree="random", qv=True, heads=8, kv_heads=1, head_dim_v=48),
     CacheCase("qv_float8", _same(37, 5), qv=True, float8="h"),
+    CacheCase("qv_float8_pages", _same(37, 5, rows=2), qv=True, float8="eh", page_size=4, head_dim_v=24),
     CacheCase("qv_ragged", _same(37, 0, 50, rows=3), qv=True, heads=24, kv_heads=1, head_dim=64, head_dim_v=512,
               page_size=16, ragged="pages", layout="stacked", causal_each=True),
     CacheCase("wide_heads", _same(37, 9, rows=2), head_dim=512, heads=4),

@@ -100,8 +100,7 @@ def plain_mods(
     is_scaled = prescale is not None or score_mod is not None
     return Mods(
         scale, prescale, problem.softmax_scale if score_mod is not None else None, transforms, band, masks,
-        drops,
-        pointer(t.sinks, "sinks"), names, mask_names, is_scaled,
+        drops, pointer(t.sinks, "sinks"), names, mask_names, is_scaled,
     )  # fmt: skip
 
 

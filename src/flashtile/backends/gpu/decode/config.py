@@ -161,7 +161,7 @@ def choose(problem: Problem, *, few: bool = False) -> Config:
     if block_m == 32 and dim <= 128:
         return Config(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_keys=128))
     if 32 < hopper_rows(problem) <= 64 < dim <= 128:
-        # 250 bytes of spills cost less than one program a multiprocessor, whose loads stop while it folds.
+        # Two programs that spill 250 bytes take a third less time than one that does not: docs/tuning-notes.md.
         rule = Splitting(fewest_keys=128, most_splits=16)
         return Config(block_m, 32, 4, 4 + 2 * is_gathered, 2, rule)
     # Registers and shared memory hold one program, or two of 64 rows at head_dim 64, and runs of 2 splits.

@@ -56,7 +56,13 @@ class Operand(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a printed mod reads: a tuple of ``Operand``, and one of numbers; None for none. ``distances.Table``."""
+    """What a printed mod reads; None for none.
+
+    Attributes:
+        tensors: A tuple of ``Operand``.
+        numbers: A tuple of numbers.
+        table: ``distances.Table`` of what it computes by distance.
+    """
 
     tensors: Any
     numbers: Any

@@ -276,9 +276,7 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     # Three warpgroups have fewer registers, so tiles in shared memory, which load fast, are read after the wait.
     LATE: gl.constexpr = schedule.NUM_WARPGROUPS > 2 and len(mod.late_tiles) > 0
     fetched = () if LATE else mod.fetch(pairs, zeros, call.mods)
-    # Three warpgroups have no registers for drawing under the product either.
-    DRAWS_LATE: gl.constexpr = schedule.NUM_WARPGROUPS > 2
-    words = () if DRAWS_LATE else draw(zeros, pairs, loop.cipher, call)
+    words = draw(zeros, pairs, loop.cipher, call)
     s = warpgroup_mma_wait(len(accs), deps=[s])
     if LATE:
         fetched = mod.fetch(pairs, zeros, call.mods)
@@ -299,8 +297,6 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     if schedule.NUM_WARPGROUPS == 2:
         # With three warpgroups the two others keep the tensor cores busy, and ptxas's early wait costs less.
         row_sum = compute_before_wait(row_sum)
-    if DRAWS_LATE:
-        words = draw(zeros, pairs, loop.cipher, call)
     probs = operand(thinned(e, words, call, 0.0), state.probs)
 
     accs = wait_for_products(accs)

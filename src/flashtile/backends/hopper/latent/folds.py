@@ -169,7 +169,7 @@ def fold_shares(rank, step, origin, num_states, place, shape, count, call, laten
 def fold(row, col, origin, num_states, count, call, latent, HALF: gl.constexpr, AHEAD: gl.constexpr):
     """The fold of some rows and columns of a tile's states in their order, AHEAD of which are loaded at once.
 
-    A loop, as code that runs once takes as long to come as numbers. .cg bypasses L1, which may be stale.
+    A loop: to fetch instructions that run once takes as long as to load numbers. .cg bypasses L1, which may be stale.
     """
     PITCH: gl.constexpr = 128 * latent.LANES
     acc = gl.zeros([row.shape[0], col.shape[1]], gl.float32, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))

@@ -138,7 +138,7 @@ def teams_of(total, count, most, latent):
     Tiles that cost nearly the same are divided alike, or not at all, if that leaves few programs without work.
     """
     teams = tl.maximum(tl.minimum(tl.num_programs(0) // latent.LANES, total // latent.fewest_blocks), 1)
-    # A tile has no more states than a fold has columns for their weights.
+    # At most 128 states of one tile, as raced: docs/tuning-notes.md.
     teams = tl.where(2 * most > total, tl.minimum(teams, 128), tl.minimum(teams, 240))
     count = tl.maximum(count, 1)
     rounds = (count + teams - 1) // teams
