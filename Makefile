@@ -15,9 +15,11 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || 
 TRITON ?= $(shell test "$$(uname)" = Linux && echo 'triton==3.7.1')
 OTHER_TRITONS := 3.6.0 3.9.0
 # What kernels are built for.
-ARCHS := sm_80 sm_89 sm_90a sm_100 sm_120 gfx942 gfx950
+ARCHS ?= sm_80 sm_89 sm_90a sm_100 sm_120 gfx942 gfx950
 # Of these by the other Tritons.
 OTHER_ARCHS ?= $(ARCHS)
+# --quick: of Hopper's kernels, too, a few of each.
+HOPPER ?=
 
 # Processes that tests run in; each takes up to a gigabyte of memory.
 WORKERS ?= auto --maxprocesses 8
@@ -82,8 +84,8 @@ wheel: $(VENV)/.dev
 # every target on the oldest, the pinned and the newest. Runs on the CPU what the oldest and the newest make of Hopper's. Builds
 # ten kernels of random calls for every target, other ones for each.
 kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
-	$(BIN)/flashtile-lab kernels --arch sm_90a --backend hopper
-	for arch in $(ARCHS); do $(BIN)/flashtile-lab kernels --arch $$arch --quick || exit 1; done
+	$(BIN)/flashtile-lab kernels --arch sm_90a --backend hopper $(HOPPER)
+	for arch in $(ARCHS); do $(BIN)/flashtile-lab kernels --arch $$arch --backend portable --quick || exit 1; done
 	for version in $(OTHER_TRITONS); do for arch in $(OTHER_ARCHS); do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile-lab kernels --arch $$arch --quick || exit 1; done; done
 	for version in $(OTHER_TRITONS); do \
