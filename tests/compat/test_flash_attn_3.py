@@ -328,6 +328,58 @@ def test_qv_is_a_second_product(causal: bool) -> None:
         fa3.flash_attn_func(q, k, v, qv=qv, k_descale=torch.ones(2, 2))
 
 
+@pytest.mark.parametrize("scaled", [(), (0, 1, 2), (1,)])
+def test_float8_is_widened_in_chunks_and_over_caches(scaled: tuple[int, ...]) -> None:
+    """Against float64 of the numbers that 8 bits and descales mean, to the rounding of q and out in bfloat16."""
+    make = torch.Generator().manual_seed(5)
+    shapes = (2, 5, 4, 16), (2, 23, 2, 16), (2, 23, 2, 16)
+    low = [torch.randn(shape, generator=make).to(torch.float8_e4m3fn) for shape in shapes]
+    descales = [0.5 + torch.rand(2, 2, generator=make) if n in scaled else None for n in range(3)]
+    exact = [
+        x.double() if f is None else x.double() * f.double().repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None]
+        for x, f in zip(low, descales, strict=True)
+    ]
+    options = {"causal": True, "attention_chunk": 7, "softcap": 4.0}
+    want, lse = flashtile.attention(*exact, return_lse=True, **options)
+    words = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)) | options
+
+    def assert_near(found: tuple[Tensor, ...]) -> None:
+        assert found[0].dtype == torch.bfloat16
+        torch.testing.assert_close(found[0].double().view_as(want), want, rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(
+            found[1].double().reshape(-1).sort()[0], lse.reshape(-1).sort()[0], rtol=0, atol=2**-6
+        )
+
+    assert_near(fa3.flash_attn_func(*low, return_attn_probs=True, **words))
+    bounds = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (5, 23)]
+    flat = [x.flatten(0, 1) for x in low]
+    assert_near(fa3.flash_attn_varlen_func(*flat, *bounds, 5, 23, return_attn_probs=True, **words))
+    # The last 5 keys are new, and written as they are.
+    q, k, v = low
+    caches = [torch.zeros(2, 32, 2, 16).to(torch.float8_e4m3fn) for _ in "kv"]
+    for cache, x in zip(caches, (k, v), strict=True):
+        cache[:, :18] = x[:, :18]
+    new = k[:, 18:], v[:, 18:]
+    places = {"cache_seqlens": torch.tensor([18, 18], dtype=torch.int32), "return_softmax_lse": True}
+    assert_near(fa3.flash_attn_with_kvcache(q, *caches, *new, **places, **words)[:2])
+    for cache, x in zip(caches, (k, v), strict=True):
+        assert torch.equal(cache[:, :23].float(), x.float())
+    packed = {"cu_seqlens_q": bounds[0], "max_seqlen_q": 5, "cache_seqlens": places["cache_seqlens"] + 5}
+    assert_near(fa3.flash_attn_with_kvcache(flat[0], *caches, **places | packed, **words)[:2])
+
+
+def test_float8_needs_all_of_its_tensors() -> None:
+    q = Q.to(torch.float8_e4m3fn)
+    with pytest.raises(InvalidInputError, match="^k: dtype"):
+        fa3.flash_attn_func(q, Q, q, attention_chunk=2)
+    with pytest.raises(InvalidInputError, match="^v_cache: dtype"):
+        fa3.flash_attn_with_kvcache(q, q, Q, cache_seqlens=4)
+    with pytest.raises(InvalidInputError, match="^k_descale: is"):
+        fa3.flash_attn_with_kvcache(q, q, q, cache_seqlens=4, k_descale=torch.ones(1, 3))
+    with pytest.raises(UnsupportedError, match="^qv: "):
+        fa3.flash_attn_with_kvcache(q, q, q, cache_seqlens=4, qv=q)
+
+
 def test_what_is_not_supported_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="^sm_margin: "):
         fa3.flash_attn_func(Q, Q, Q, sm_margin=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from flashtile.api.attention import attention, attention_varlen
 from flashtile.call.quantized import Quantized
 from flashtile.compat._arguments import tensor
-from flashtile.core.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 _NAMES = ("q_descale", "k_descale", "v_descale")
 
@@ -34,13 +35,85 @@ def attend(
     """
     q, k, v = qkv
     bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packed, strict=False))
-    if tensor("q", q).dtype == torch.float8_e4m3fn:
+    if tensor("q", q).dtype != torch.float8_e4m3fn:
+        refuse_descales(q, descales)
+        return attention_varlen(q, k, v, *packed, **keywords) if packed else attention(q, k, v, **keywords)
+    if not keywords["attention_chunk"]:
         record = Quantized.from_fp8(q, k, v, *descales, **bounds)
         return attention_varlen(record, **keywords) if packed else attention(record, **keywords)
+    wide, finished = widened(q, tensor("k", k).shape[-2], descales, packed[0] if packed else None)
+    k, v = (eight_bits(name, x).to(wide.dtype) for name, x in (("k", k), ("v", v)))
+    call: Callable[..., Any] = attention_varlen if packed else attention
+    with torch.no_grad():
+        found = call(wide, k, v, *packed, **keywords)
+    return (finished(found[0]), found[1]) if keywords["return_lse"] else finished(found)
+
+
+def over_cache(
+    q: Any,
+    caches: tuple[Any, Any],
+    others: tuple[Any, ...],
+    qv: Tensor | None,
+    descales: tuple[Tensor | None, ...],
+    cu_seqlens_q: Tensor | None,
+) -> tuple[Any, ...]:
+    """(q, k, v, cos, sin, what makes a call's out of that over the caches), in bfloat16 if q has 8 bits.
+
+    ``others`` are new keys and values and the tables of rotary embeddings, or None; the caches stay as they are.
+    """
+    if tensor("q", q).dtype != torch.float8_e4m3fn:
+        refuse_descales(q, descales)
+        return q, *others, lambda out: out
+    if qv is not None:
+        raise UnsupportedError("qv: is given with a float8_e4m3fn q, with which it does not go")
+    k_cache, _ = (eight_bits(name, x) for name, x in zip(("k_cache", "v_cache"), caches, strict=True))
+    wide, finished = widened(q, k_cache.shape[-2], descales, cu_seqlens_q)
+    k, v, *tables = others
+    new = (None if x is None else eight_bits(name, x).to(wide.dtype) for name, x in (("k", k), ("v", v)))
+    return wide, *new, *(x.to(wide.dtype) if isinstance(x, Tensor) else x for x in tables), finished
+
+
+def refuse_descales(q: Tensor, descales: tuple[Tensor | None, ...]) -> None:
+    """Raises ``InvalidInputError`` for a descale whose q does not have 8 bits."""
     for name, descale in zip(_NAMES, descales, strict=True):
         if descale is not None:
             raise InvalidInputError(name, f"is given, but goes with a float8_e4m3fn q; q has {q.dtype}")
-    return attention_varlen(q, k, v, *packed, **keywords) if packed else attention(q, k, v, **keywords)
+
+
+def eight_bits(name: str, x: Any) -> Tensor:
+    """The tensor, which must be of float8_e4m3fn, as q is."""
+    if tensor(name, x).dtype != torch.float8_e4m3fn:
+        raise InvalidInputError(name, f"dtype is {x.dtype}, but q's is torch.float8_e4m3fn")
+    return x
+
+
+def widened(
+    q: Tensor, num_heads_kv: int, descales: tuple[Tensor | None, ...], cu_seqlens_q: Tensor | None = None
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """(q in bfloat16, what makes a call's out of that over values as they are).
+
+    q is multiplied by its descale and that of the keys, and rounded once more; bfloat16 has all numbers of 8 bits.
+    """
+    shape = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1, num_heads_kv
+    for name, x in zip(_NAMES, descales, strict=True):
+        if x is not None and (tensor(name, x).shape != shape or x.dtype != torch.float32 or x.device != q.device):
+            found = f"{tuple(x.shape)} {x.dtype} on {x.device}"
+            raise InvalidInputError(name, f"is {found}, must be (batch, num_heads_kv) = {shape} float32 on {q.device}")
+    of_q, of_k, of_v = descales
+    of_scores = of_q if of_k is None else of_k if of_q is None else of_q * of_k
+
+    def times(x: Tensor, factor: Tensor | None) -> Tensor:
+        if factor is None:
+            return x.to(torch.bfloat16)
+        factor = factor.repeat_interleave(x.shape[-2] // max(num_heads_kv, 1), 1)[..., None]
+        if cu_seqlens_q is None:
+            return (x.float() * factor[:, None]).to(torch.bfloat16)
+        # Rows past the last sequence take its factor.
+        rows = torch.arange(x.shape[0], dtype=cu_seqlens_q.dtype, device=x.device)
+        sequences = torch.searchsorted(cu_seqlens_q[1:-1].contiguous(), rows, right=True)
+        return (x.float() * factor[sequences]).to(torch.bfloat16)
+
+    return times(q, of_scores), lambda out: times(out, of_v)
 
 
 def chosen(x: Tensor, order: Tensor) -> Tensor:

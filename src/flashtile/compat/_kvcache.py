@@ -104,8 +104,9 @@ def metadata(
     heads_q, heads_kv = found["num_heads_q"], found["num_heads_kv"]
     if not heads_kv or heads_q % heads_kv:
         raise InvalidInputError("num_heads_q", f"is {heads_q}, must be a multiple of num_heads_kv {heads_kv}")
-    if dtype not in DTYPES:
-        raise InvalidInputError("qkv_dtype", f"is {dtype}, must be float16, bfloat16, float32 or float64")
+    if dtype not in (*DTYPES, torch.float8_e4m3fn):
+        must = "float16, bfloat16, float32, float64 or float8_e4m3fn"
+        raise InvalidInputError("qkv_dtype", f"is {dtype}, must be {must}")
     lengths = tensor("cache_seqlens", index["cache_seqlens"])
     for tensors, count in ((index, found["batch_size"]), (bounds, found["batch_size"] + 1)):
         for name, x in tensors.items():

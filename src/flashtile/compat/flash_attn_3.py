@@ -12,9 +12,9 @@ Differences, all of them:
   (FlashAttention-3 leaves them unwritten), and rows past a used length have gradients 0.
 - Gradients of a call with ``attention_chunk`` (FlashAttention-3: the forward alone).
 - ``qv`` of any widths (FlashAttention-3: head_dim 64 with head_dim_v from 256 on).
-- Refused: ``qv`` of float8 numbers; ``attention_chunk`` of float8 q, k and v; float8 q in
-  ``flash_attn_with_kvcache``, and with it ``q_descale``, ``k_descale`` and ``v_descale``. ``sm_margin`` other than 0 is
-  refused, but for the two functions of the next item.
+- float8 q over a cache, and float8 q, k and v with ``attention_chunk``, are widened: products are of bfloat16 numbers,
+  q rounded once more if there is a descale.
+- Refused: ``qv`` of float8 numbers, and ``sm_margin`` other than 0, but for calls over a cache.
 - float8_e4m3fn q, k and v are copied: V's columns, and rows that are not contiguous. Head dims are multiples of 16.
 - ``flash_attn_with_kvcache`` needs no metadata: ``get_scheduler_metadata`` checks its arguments and returns a zero.
   ``sm_margin``, to which FlashAttention-3 fits its plan, has no effect there.
@@ -42,7 +42,6 @@ from flashtile.compat._arguments import (
     integer,
     length,
     names,
-    refuse,
     split_qkv,
     tensor,
     used_first,
@@ -100,7 +99,7 @@ def flash_attn_func(
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
-    _check_features((), sm_margin, num_splits, pack_gqa)
+    _check_features(sm_margin, num_splits, pack_gqa)
     given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
     return _qv.attend((q, k, v), qv, (q_descale, k_descale, v_descale), given)
 
@@ -125,7 +124,7 @@ def flash_attn_qkvpacked_func(
     qkv is ``(batch, seqlen, 3, num_heads, head_dim)``; or ``(batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim)``
     with the heads of q, then k, then v, for which num_heads_q must be given.
     """
-    _check_features((), sm_margin)
+    _check_features(sm_margin)
     q, k, v = split_qkv(qkv, num_heads_q)
     given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
     with names(q="qkv", k="qkv", v="qkv"):
@@ -175,7 +174,7 @@ def flash_attn_varlen_func(
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
-    _check_features((), sm_margin, num_splits, pack_gqa)
+    _check_features(sm_margin, num_splits, pack_gqa)
     given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
     order = None
     if seqused_q is not None:
@@ -281,7 +280,8 @@ def flash_attn_with_kvcache(
     cache_leftpad, rotary_cos, rotary_sin and rotary_interleaved are as in flash-attn 2's function, see
     ``flash_attn_2.flash_attn_with_kvcache``; rotary_seqlens ``(batch,)`` int32 replaces cache_seqlens in the positions
     at which q and k rotate. scheduler_metadata is what ``get_scheduler_metadata`` returned, or any int32 tensor of one
-    dimension. The rest, qv too, is as in ``flash_attn_func``. Tensors that require grad are used detached.
+    dimension. With a q of float8_e4m3fn the caches and k and v are too, and out is bfloat16. The rest, qv and descales
+    too, is as in ``flash_attn_func``. Tensors that require grad are used detached.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or packed like q; with return_softmax_lse ``(out, lse,
@@ -292,20 +292,18 @@ def flash_attn_with_kvcache(
         InvalidInputError: Naming the argument.
         UnsupportedError: No backend can run the call, or it asks for what is not supported here.
     """
-    _check_features((q_descale, k_descale, v_descale), 0, num_splits, pack_gqa)
+    _check_features(0, num_splits, pack_gqa)
     integer("sm_margin", sm_margin)
     if scheduler_metadata is not None:
         index_tensor("scheduler_metadata", scheduler_metadata, None, tensor("q", q).device)
+    others, descales = (k, v, rotary_cos, rotary_sin), (q_descale, k_descale, v_descale)
+    read = _descaled.over_cache(q, (k_cache, v_cache), others, qv, descales, cu_seqlens_q)
+    q, k, v, rotary_cos, rotary_sin, finished = read
     found = _kvcache.attend(
-        q,
-        k_cache,
-        v_cache,
-        cache_seqlens, window_size, return_softmax_lse,
+        q, k_cache, v_cache, cache_seqlens, window_size, return_softmax_lse,
         **_kvcache.packed((k, v), (cu_seqlens_q, cu_seqlens_k_new), max_seqlen_q, q),
         **_kvcache.places(page_table, cache_batch_idx),
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_seqlens=rotary_seqlens,
+        rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
         rotary_interleaved=rotary_interleaved,
         cache_leftpad=cache_leftpad,
         softmax_scale=softmax_scale,
@@ -315,8 +313,8 @@ def flash_attn_with_kvcache(
         qv=qv,
     )  # fmt: skip
     if not return_softmax_lse:
-        return found
-    return *found, found[1].new_empty(0), found[1].new_empty(0)
+        return finished(found)
+    return finished(found[0]), found[1], found[1].new_empty(0), found[1].new_empty(0)
 
 
 def get_scheduler_metadata(
@@ -362,7 +360,7 @@ def get_scheduler_metadata(
     sizes |= {"page_size": page_size, "max_seqlen_k_new": max_seqlen_k_new}
     index = {"cache_seqlens": cache_seqlens, "cache_leftpad": cache_leftpad}
     bounds = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
-    _check_features((), 0, num_splits, pack_gqa)
+    _check_features(0, num_splits, pack_gqa)
     chunk_of(attention_chunk)
     integer("sm_margin", sm_margin)
     flag("has_softcap", has_softcap)
@@ -370,12 +368,8 @@ def get_scheduler_metadata(
     return _kvcache.metadata(sizes, qkv_dtype, index, bounds)
 
 
-def _check_features(
-    extra: tuple[Tensor | None, ...], sm_margin: int, num_splits: int = 1, pack_gqa: Any = None
-) -> None:
-    """Refuses what flashtile does not have; ``extra`` are for caches the descales of q, k and v."""
-    for name, descale in zip(("q_descale", "k_descale", "v_descale"), extra, strict=False):
-        refuse(name, descale, "float8 and its scales are not supported here")
+def _check_features(sm_margin: int, num_splits: int = 1, pack_gqa: Any = None) -> None:
+    """Refuses what flashtile does not have."""
     if integer("sm_margin", sm_margin) != 0:
         raise UnsupportedError(f"sm_margin: must be 0, is {sm_margin}: kernels here use all multiprocessors")
     integer("num_splits", num_splits)

@@ -344,8 +344,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         elif min(problem.seqlen_q, 2 * problem.seqlen_k) <= SHORT // 2 and max(dims) <= 128:
             ahead = 4
             is_plain = config.num_warpgroups == 2 and not (problem.varlen or config.score_stages)
-            has_room = config.shared_bytes + 2 * config.num_warpgroups * config.block_m * config.block_d <= SHARED_BYTES
-            if has_room and problem.band.unbounded and is_plain:
+            if config.shared_bytes + 256 * config.block_d <= SHARED_BYTES and problem.band.unbounded and is_plain:
                 config = _variant(config, q_stages=3)
         else:
             ahead = 3 if is_causal and is_short and dims == (128, 128) else 2
