@@ -82,8 +82,9 @@ class DecodePlan:
         names = (*_OPERANDS, *operand_names(t))
         steps = tuple(Step(launch, names, t.q.device) for launch, _, _ in launches)
         # One launch after the other uses the workspace, and leaves the counters at 0.
-        most, counters = (max(each[place] for each in launches) for place in (1, 2))
-        return steps, like_floats(t.q, (most,)) if most else None, counters
+        floats = max(floats for _, floats, _ in launches)
+        counters = max(counters for _, _, counters in launches)
+        return steps, like_floats(t.q, (floats,)) if floats else None, counters
 
     @classmethod
     def launches(cls, problem: Problem, t: CacheTensors) -> list[tuple[Launch, int, int]]:
