@@ -326,7 +326,7 @@ def _big_cases(dtype: str) -> list[Case]:
 
 
 def suite(name: str, dtype: str = "bfloat16") -> list[Case]:
-    """Cells of a suite: ``forward`` (36), ``backward`` (24), ``models``, ``uses``, ``big-heads``, ``fp8``, ``cpu``."""
+    """Cells of a suite; the last of ``ablations`` is table 2's of FlashAttention-3's paper, arXiv:2407.08608."""
     rounding = [case for case in _grid("quantized", FP8_SEQLENS[:1], dtype) if not case.causal]
     made = {
         "forward": lambda: _grid("forward", FORWARD_SEQLENS, dtype),
@@ -334,12 +334,16 @@ def suite(name: str, dtype: str = "bfloat16") -> list[Case]:
         "models": lambda: _named_cases(dtype, _MODELS),
         "models-portable": lambda: _named_cases(dtype, _MODELS),
         "uses": lambda: _named_cases(dtype, _USES),
+        "ablations": lambda: [
+            *_grid("forward", (2048, 8192), dtype),
+            Case("forward", dtype, 4, 8448, 8448, 16, 16, 128),
+        ],
         "big-heads": lambda: _big_cases(dtype),
         "fp8": lambda: _grid("forward", FP8_SEQLENS, dtype) + rounding,
         "cpu": _cpu_cases,
     }
     if name not in made:
-        raise ValueError(f"suite is {name!r}, must be forward, backward, models, uses, big-heads, fp8 or cpu")
+        raise ValueError(f"suite is {name!r}, must be one of {', '.join(made)}")
     return made[name]()
 
 

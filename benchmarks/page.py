@@ -163,6 +163,7 @@ _BLOCKS: dict[str, tuple[str, Block]] = {
     "models-portable": ("models-portable", _of_cells(table.speed_table)),
     "uses": ("uses", _of_cells(table.speed_table)),
     "uses-summary": ("uses", _summary_block),
+    "ablations": ("ablations", _of_cells(table.changes_table)),
     "cpu": ("cpu", _of_cells(_work_lines)),
     "host": ("host", _of(_host_lines)),
     "loop": ("loop", _of(loop.loop_table)),

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
-from benchmarks import cudnn_fp8, fa3, flash_mla, flex
+from benchmarks import ablations, cudnn_fp8, fa3, flash_mla, flex
 from benchmarks.cases import Case, Inputs
 from benchmarks.checks import Call, Outputs
 from benchmarks.session import NotTimedError
+from benchmarks.timing import free_bytes
 from flashtile.call.backend import Direction
 from flashtile.core.errors import UnsupportedError
 from flashtile.ops import dispatch
@@ -94,13 +95,13 @@ class Provider:
 
 
 class Flashtile(Provider):
-    """This library: one backend by name, or without a name the one it selects."""
+    """This library: one backend by name, or without a name the one it selects; ``change``: as in ``ablations``."""
 
     takes = ("bias", "trained", "softcap", "sinks", "dropout", "padding")
 
-    def __init__(self, backend: str | None) -> None:
-        self.backend = backend
-        self.name = f"{OURS}-{backend}" if backend else OURS
+    def __init__(self, backend: str | None, change: str = "") -> None:
+        self.backend, self.change = backend, change
+        self.name = "-".join(filter(None, (OURS, backend, change)))
         self.code = f"backend {backend} of this library" if backend else "this library's choice of a backend"
 
     def missing(self, direction: Direction, device: torch.device) -> str | None:
@@ -122,7 +123,8 @@ class Flashtile(Provider):
 
     def attend(self, case: Case, inputs: Inputs) -> Attend:
         attention: Attend = flashtile.attention if case.lengths is None else flashtile.attention_varlen  # type: ignore
-        return functools.partial(attention, **self._features(case, inputs))
+        attend: Attend = functools.partial(attention, **self._features(case, inputs))
+        return ablations.changed(attend, case, self.change) if self.change else attend
 
     def _features(self, case: Case, inputs: Inputs) -> dict[str, Any]:
         features: dict[str, Any] = {"causal": case.causal, "window_size": case.window, "backend": self.backend}
@@ -329,7 +331,7 @@ class Eager(Provider):
             return "no packed sequences"
         scores = case.batch * case.num_heads_q * case.seqlen_q * case.seqlen_k * case.torch_dtype.itemsize
         need = scores * (4 if case.direction == "forward" else 8)
-        free = _free_bytes(inputs.q.device)
+        free = free_bytes(inputs.q.device)
         return f"does not fit: {need / 2**30:.0f} GiB of scores, {free / 2**30:.0f} GiB free" if need > free else None
 
     def attend(self, case: Case, inputs: Inputs) -> Attend:
@@ -365,6 +367,7 @@ class Flex(Provider):
 
 
 _OURS: list[Provider] = [Flashtile(name) for name in (None, "portable", "hopper", "cpu")]
+_OURS += [Flashtile("hopper", change) for change in ablations.CHANGES]
 _OURS += [EightBits(name, in_call) for name in ("portable", "hopper", "cpu") for in_call in (False, True)]
 _PEERS: list[Provider] = [FlashAttention3(), FlashMla(), SdpaKernel(), CudnnEightBits(), FlashAttention2(), Flex()]
 _PEERS += [Sdpa(), Eager()]
@@ -389,11 +392,3 @@ def prepared(provider: Provider, case: Case, inputs: Inputs, what: str | None = 
     if refusal is not None:
         raise NotTimedError(f"refused: {refusal}")
     return provider.prepare(case, inputs, what)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Memory that an allocation could still get."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

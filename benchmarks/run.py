@@ -21,6 +21,7 @@ import torch
 
 import flashtile
 from benchmarks import against, results, table
+from benchmarks.ablations import CHANGES
 from benchmarks.cases import Case, Direction, Inputs, make_inputs, select, suite
 from benchmarks.checks import Call, Outputs, Reference, judged, poison
 from benchmarks.providers import Provider, choose_providers, prepared
@@ -33,6 +34,7 @@ DEFAULT_PROVIDERS = {
     "backward": GPU_PROVIDERS,
     "models": ("flashtile", "flashtile-portable", "fa3", "cudnn", "fa2", "flex"),
     "models-portable": ("flashtile-portable", "fa2"),
+    "ablations": ("flashtile-hopper", *(f"flashtile-hopper-{name}" for name in CHANGES), "flashtile-portable", "fa3"),
     "uses": ("flashtile", "fa3", "cudnn", "fa2", "sdpa"),
     "big-heads": ("flashtile", "flashtile-portable", "sdpa"),
     "fp8": ("flashtile-hopper-fp8", "flashtile-hopper-fp8-call", "flashtile-hopper", "cudnn-fp8"),

@@ -136,6 +136,17 @@ def speed_table(grid: Sequence[Cell], unit: str = "TFLOPS", against: str = BEST_
     return table
 
 
+def changes_table(grid: Sequence[Cell]) -> Table:
+    """The Hopper forward's TFLOPS, and how fast the others are beside it: what a change of its design costs."""
+    design = f"{OURS}-hopper"
+    names = [name for name in providers(grid) if name != design]
+    table = [["cell", f"{design}, TFLOPS", *(name.removeprefix(f"{design}-") for name in names)]]
+    for cell in grid:
+        ratios = ["-" if (ratio := cell.ratio(name, design)) is None else f"{ratio:.3f}" for name in names]
+        table.append([cell.case.name, _speed(cell.rows.get(design), "TFLOPS"), *ratios])
+    return table
+
+
 def fp8_table(grid: Sequence[Cell]) -> Table:
     """The cells of attention in 8 bits: TFLOPS, and ours over cuDNN's."""
     return speed_table([cell for cell in grid if COPY not in cell.rows], against="cudnn-fp8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -59,6 +60,14 @@ def wait(device: torch.device) -> None:
     """Waits until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that an allocation could still get."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def host_ms(call: Call, device: torch.device, burst: int = 1) -> float:

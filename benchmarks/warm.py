@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import accuracy, caches, decode, loop, memory, varlen
+from benchmarks.ablations import CHANGES
 from benchmarks.caches import DecodeCase
 from benchmarks.cases import Case, make_inputs, suite
 from benchmarks.providers import PROVIDERS, prepared
@@ -113,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda":
         # Two lengths: short causal sequences have tiles of their own.
         work += [(case, "flashtile-hopper-fp8-call", "cuda") for case in suite("fp8") if case.seqlen_q < 16384]
+        work += [(case, f"flashtile-hopper-{name}", "cuda") for case in suite("ablations") for name in CHANGES]
     wrong = 0
     for (case, name, _), said in side_by_side(call_once, work, args.workers, args.budget_s):
         if said is not None:

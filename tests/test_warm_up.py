@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +13,9 @@ from torch import Tensor
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError
-from flashtile.call.backend import Build, Direction
+from flashtile.call.backend import MEANWHILE, Build, Direction
 from flashtile.call.problem import Problem, Tensors
-from flashtile.ops import dispatch
+from flashtile.ops import dispatch, plans
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -74,3 +77,30 @@ def test_refuses_what_the_call_would_refuse() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(InvalidInputError, match="^device: "):
             flashtile.warm_up(x, x, x)
+
+
+def test_a_backward_is_built_while_its_forward_is(
+    asked: list[tuple[Direction, Problem, Tensors]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = type(dispatch.backend("cpu"))
+    plan, threads = backend.plan, threading.active_count()
+
+    def compiles(self: object, direction: Direction, *call: Any) -> Any:
+        after = MEANWHILE.get()
+        assert (after is not None) == (direction == "forward" and call[0].needs_grad)
+        if after is not None:
+            after()
+        return plan(self, direction, *call)
+
+    monkeypatch.setattr(backend, "plan", compiles)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    leaf, x = torch.randn(1, 9, 1, 8, requires_grad=True), torch.randn(1, 9, 1, 8)
+    with plans.own_plans():
+        flashtile.attention(x, x, x, causal=True)
+        assert not asked
+        flashtile.attention(x, leaf, x, causal=True).sum().backward()
+    while threading.active_count() > threads:
+        time.sleep(0.01)
+    ((direction, problem, tensors),) = asked
+    assert direction == "backward" and problem.grads.named[:3] == (False, True, False) and tensors.q.is_meta
+    assert MEANWHILE.get() is None

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 
 from flashtile.backends.gpu import driver, host, launch
 from flashtile.backends.gpu.host import Step
@@ -277,3 +278,25 @@ def test_code_is_loaded_without_a_launcher(shared: int, threads: int, monkeypatc
         return
     host._load_code(compiled, 3)
     assert loaded == [(compiled.name, compiled.kernel, needed, 3)] and compiled.function == 77
+
+
+def test_a_build_is_made_once_by_however_many_threads(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is to be built meanwhile is asked for between the compiler's front end and its passes, once."""
+    seen: list[str] = []
+    adds = CUDABackend.add_stages
+
+    def add_stages(self: Any, *given: Any) -> None:
+        seen.append("stages")
+        adds(self, *given)
+
+    monkeypatch.setattr(CUDABackend, "add_stages", add_stages)
+    step = _launch(torch.zeros(64, 64, dtype=torch.bfloat16))
+
+    def find(_: int) -> host.Build:
+        launch.MEANWHILE.set(lambda: seen.append("front end"))
+        return host.find_build(step, 0)
+
+    with triton.knobs.compilation.scope(), ThreadPoolExecutor(3) as pool:
+        triton.knobs.compilation.always_compile = True
+        first, *others = pool.map(find, range(3))
+    assert others == [first, first] and seen == ["stages", "front end"]

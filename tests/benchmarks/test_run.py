@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import memory, results, run
+from benchmarks import ablations, memory, results, run
 from benchmarks.cases import Case, Inputs, make_inputs
 from benchmarks.checks import Reference
 from benchmarks.providers import PROVIDERS, STEP, Eager, Flashtile, Sdpa, prepared
@@ -331,3 +331,15 @@ def test_dropout_is_compared_with_another_draw(direction: Any) -> None:
         assert reference.error(outputs) > 1.5 * reference.limit
     with pytest.raises(NotTimedError, match="refused: no dropout"):
         prepared(PROVIDERS["fa3"], case, inputs)
+
+
+@pytest.mark.parametrize("change", ablations.CHANGES)
+def test_the_changed_design_is_right_and_one_that_is_the_same_is_refused(change: str) -> None:
+    case, provider = Case("forward", "bfloat16", 1, 200, 264, 1, 1, 128), PROVIDERS[f"flashtile-hopper-{change}"]
+    inputs = make_inputs(case, CPU)
+    with pytest.importorskip("tests.backends.hopper.emulated").on_cpu():
+        if change in ("no-pingpong", "2-stages", "2-warpgroups"):
+            with pytest.raises(NotTimedError, match="so is the design"):
+                prepared(provider, case, inputs)
+        else:
+            assert Reference(case, inputs).error(prepared(provider, case, inputs)()) < Reference(case, inputs).limit

@@ -138,7 +138,7 @@ def attention(
             and block_mask is None and score_mod is None and mask_mod is None
             and precision is None and return_lse is False
             and options.grads == (
-                (alone.q.requires_grad, alone.k.requires_grad, alone.v.requires_grad, False, False)
+                (alone.q.requires_grad, alone.k.requires_grad, alone.v.requires_grad, False, False, ())
                 if torch.is_grad_enabled() else _NO_GRADS
             )
         ):  # fmt: skip

@@ -7,6 +7,7 @@ problem uses it; refusals and the printed support table come from it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -293,6 +294,10 @@ QuantizedForward = Callable[[QuantizedTensors], tuple[Tensor, Tensor]]
 Plan = Callable[..., Any]
 # What a plan is made for besides the call's tensors: dout and dlse of a backward, nothing of other directions.
 Given = tuple[()] | tuple[Tensor, Tensor | None]
+
+
+# What a compiler calls when the rest of its work leaves Python free: it starts the builds that a call needs next.
+MEANWHILE: ContextVar[Callable[[], None] | None] = ContextVar("MEANWHILE", default=None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ takes 0.1 ms, more than all host work of this library.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -322,10 +323,14 @@ class Kind:
         self.backwards: dict[Any, Plan] = {}
 
     def _plan(self, t: Any) -> Any:
-        operation, problem = self.operation, self.problem
-        run = self.family.plan(operation.direction, problem, t, (), self.options.backend)
-        self.run = operation.guarded(problem, run)
-        return self.run(t)
+        operation, problem, family, name = self.operation, self.problem, self.family, self.options.backend
+        ahead: Any = contextlib.nullcontext()
+        if operation.direction == "forward" and problem.needs_grad:
+            ahead = plans.building_ahead(family.backend("backward", problem, name), problem, t)
+        with ahead:
+            run = family.plan(operation.direction, problem, t, (), name)
+            self.run = operation.guarded(problem, run)
+            return self.run(t)
 
 
 def refuse_gradients(rows: Iterable[str], given: Iterable[Any], what: str) -> None:

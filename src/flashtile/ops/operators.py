@@ -119,7 +119,7 @@ def _other_layouts(t: Tensors) -> tuple[Any, ...]:
     bounds_q, bounds_k = t.cu_seqlens_q, t.cu_seqlens_k
     # Kernels specialise on packed sequences that attend to themselves.
     is_self = bounds_q is not None and bounds_k is not None and bounds_q.data_ptr() == bounds_k.data_ptr()
-    own = *(None if x is None else layout(x) for x in other_tensors(t)), is_self
+    own = *[None if x is None else layout(x) for x in other_tensors(t)], is_self
     return own if t.operands is None else (*own, *map(layout, t.operands), len(t.numbers or ()))
 
 

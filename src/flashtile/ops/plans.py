@@ -9,15 +9,17 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile.call.arguments import Options, is_plain, option_values
-from flashtile.call.backend import Backend, Direction, Given, Gradients, Plan, directions_of
+from flashtile.call.backend import MEANWHILE, Backend, Direction, Given, Gradients, Plan, directions_of
 from flashtile.call.problem import TINY, Problem, Tensors, is_aligned
 from flashtile.ops import dispatch
 
@@ -69,6 +71,32 @@ class Family:
             return dataclasses.replace(main(*call), dbias=found.dbias, doperands=found.doperands)
 
         return both
+
+
+@contextlib.contextmanager
+def building_ahead(backward: Backend, problem: Problem, like: Tensors) -> Iterator[None]:
+    """Within, while a forward's kernel is compiled, those of the backward are."""
+    token = MEANWHILE.set(functools.partial(_build_backward, backward, problem, like))
+    try:
+        yield
+    finally:
+        MEANWHILE.reset(token)
+
+
+def _build_backward(chosen: Backend, problem: Problem, like: Tensors) -> None:
+    """Starts to build in other threads what a backward needs; what fails there is built again when it is needed."""
+    from flashtile.call.prepared import without_data  # what few programs need is not loaded by all
+
+    shapes, device = without_data(like), like.q.device
+
+    def build() -> None:
+        with contextlib.suppress(Exception), torch.cuda.device(device):
+            shares = dispatch.shares(chosen, problem, "backward")
+            builds = [made for each, share in shares for made in each.builds(share, shapes, "backward")]
+            with ThreadPoolExecutor(len(builds)) as pool:
+                list(pool.map(lambda made: made.make(), builds))
+
+    threading.Thread(target=build).start()
 
 
 def hide_backends() -> None:

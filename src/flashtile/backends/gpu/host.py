@@ -10,7 +10,9 @@ interpreter runs the kernel.
 from __future__ import annotations
 
 import functools
+import importlib
 import struct
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -63,22 +65,28 @@ class Build:
 
 # Keys keep their kernels alive; the tensor maps' makers keep Gluon's layouts alive.
 _builds: dict[tuple[Any, ...], Build] = {}
+_locks: dict[tuple[Any, ...], threading.Lock] = {}
 
 
 def find_build(launch: Launch, device: int, key: tuple[Any, ...] | None = None) -> Build:
-    """The build of a launch on a device, compiled if this process has not seen it; key: what ``lower`` says."""
+    """The build of a launch on a device, compiled if this process has not seen it; key: what ``lower`` says.
+
+    Waits for another thread that is making it.
+    """
     key = device, *(key or lower(launch)[0])
-    found = _builds.get(key)
-    if found is None:
-        what = specialise(launch)
-        found = _builds[key] = make_build(what, load(launch, what, device))
-    return found
+    if key not in _builds:
+        with _locks.setdefault(key, threading.Lock()):
+            if key not in _builds:
+                what = specialise(launch)
+                _builds[key] = make_build(what, load(launch, what, device))
+    return _builds[key]
 
 
 def load(launch: Launch, what: Specialisation, device: int) -> Any:
     """Triton's compiled kernel, loaded on a device."""
     from triton.runtime import driver as triton_driver
 
+    start_hashing().join()
     with torch.cuda.device(device):
         compiled = compile_kernel(launch.kernel, what, launch.options, triton_driver.active.get_current_target())
         # Triton's launcher knows no tensor maps in records: it takes each leaf as a parameter, as the kernel does.
@@ -88,6 +96,14 @@ def load(launch: Launch, what: Specialisation, device: int) -> Any:
         else:
             _ = compiled.run  # loads the code; raises if it needs more than the device has
     return compiled
+
+
+@functools.cache
+def start_hashing() -> threading.Thread:
+    """Has Triton hash its own 400 MB, for the keys of its cache, while a process imports its first kernels."""
+    thread = threading.Thread(target=lambda: importlib.import_module("triton.runtime.cache").triton_key())
+    thread.start()
+    return thread
 
 
 def _load_code(compiled: Any, device: int) -> None:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.call.backend import MEANWHILE
+
 TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -278,10 +280,23 @@ def fits_32_bits(value: int) -> bool:
 
 
 def compile_kernel(kernel: Any, what: Specialisation, options: Mapping[str, object], target: Any) -> Any:
-    """Triton's compiled kernel for a ``GPUTarget``, which need not be the machine's."""
+    """Triton's compiled kernel for a ``GPUTarget``, which need not be the machine's.
+
+    ``MEANWHILE`` is called once the front end is done, a fourth of a build: the rest holds no lock of Python's.
+    """
     import triton
 
-    return triton.compile(source_of(kernel, what, target.backend == "hip"), target=target, options=dict(options))
+    source, after = source_of(kernel, what, target.backend == "hip"), MEANWHILE.get()
+    if after is not None:
+        MEANWHILE.set(None)
+        source.make_ir = functools.partial(_make_ir, source.make_ir, after)
+    return triton.compile(source, target=target, options=dict(options))
+
+
+def _make_ir(make: Callable[..., Any], after: Callable[[], None], *given: Any) -> Any:
+    made = make(*given)
+    after()
+    return made
 
 
 def source_of(kernel: Any, what: Specialisation, amd: bool) -> Any:

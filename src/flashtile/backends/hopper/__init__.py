@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flashtile.backends.gpu import host
 from flashtile.backends.gpu.decode.config import as_cached, splits_keys
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import Build, Capabilities, Direction, Given, Plan
@@ -106,6 +107,8 @@ class _Backend:
         return f"TMA and WGMMA, warp-specialised and persistent, {config}"
 
     def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = ()) -> Plan:
+        if problem.device_type == "cuda":
+            host.start_hashing()
         make = _plan_class(_folder(problem, direction))
         if direction == "forward" and splits_keys(problem):
             from flashtile.backends.gpu.decode.split_forward import SplitForwardPlan
@@ -115,7 +118,6 @@ class _Backend:
         return plan
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
-        from flashtile.backends.gpu import host
         from flashtile.backends.hopper.launches import launches
 
         return host.builds(launches(problem, tensors, direction))

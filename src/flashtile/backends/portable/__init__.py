@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu import host
 from flashtile.backends.gpu.decode import config as decode
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.forward import config as forward
@@ -107,6 +108,8 @@ class PortableBackend:
         A forward is one kernel; a cached call one that appends, if there are new keys, and one that attends; a backward
         row sums, then one kernel for dk with dv (or one each) and one for dq with dbias (or one each), as needed.
         """
+        if problem.device_type == "cuda":
+            host.start_hashing()
         module, name = _PLANS[direction]
         make = getattr(importlib.import_module(f"flashtile.backends.{module}.launch"), name)
         if direction == "forward" and decode.splits_keys(problem):
@@ -120,7 +123,6 @@ class PortableBackend:
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """The builds of the direction's launches."""
-        from flashtile.backends.gpu import host
         from flashtile.backends.portable.launches import launches
 
         return host.builds(launches(problem, tensors, direction))

@@ -48,7 +48,7 @@ class DecodePlan:
         if t.k is not None:
             launch = append_launch(problem, t)
             self._append = (Step(launch, _APPEND_OPERANDS, t.q.device),)
-        self._steps: dict[Config | None, tuple[tuple[Step, ...], int, int]] = {}
+        self._steps: dict[Config | None, tuple[tuple[Step, ...], Tensor | None, int]] = {}
 
     def __call__(self, tensors: CacheTensors) -> Tensor:
         """Appends if there are new keys, writes ``tensors.out``, returns lse."""
@@ -67,8 +67,8 @@ class DecodePlan:
         found = self._steps.get(key)
         if found is None:
             found = self._steps[key] = self._make(t)
-        steps, floats, counters = found
-        workspace = None if not floats else torch.empty(floats, dtype=torch.float32, device=q.device)
+        steps, like_workspace, counters = found
+        workspace = None if like_workspace is None else torch.empty_like(like_workspace)
         run(steps, (
             t.out, lse, q if rotated is None else rotated, t.k_cache, t.v_cache, t.cache_seqlens, t.cache_leftpad,
             t.cu_seqlens_q, t.cu_seqlens_k_new, t.cache_batch_idx, pages, t.alibi_slopes, t.sinks, t.k_scale,
@@ -77,12 +77,14 @@ class DecodePlan:
         ))  # fmt: skip
         return lse
 
-    def _make(self, t: CacheTensors) -> tuple[tuple[Step, ...], int, int]:
+    def _make(self, t: CacheTensors) -> tuple[tuple[Step, ...], Tensor | None, int]:
         launches = self.launches(self._problem, t)
         names = (*_OPERANDS, *operand_names(t))
         steps = tuple(Step(launch, names, t.q.device) for launch, _, _ in launches)
         # One launch after the other uses the workspace, and leaves the counters at 0.
-        return steps, max(floats for _, floats, _ in launches), max(counters for _, _, counters in launches)
+        floats = max(floats for _, floats, _ in launches)
+        counters = max(counters for _, _, counters in launches)
+        return steps, like_floats(t.q, (floats,)) if floats else None, counters
 
     @classmethod
     def launches(cls, problem: Problem, t: CacheTensors) -> list[tuple[Launch, int, int]]:

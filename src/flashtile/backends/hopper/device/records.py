@@ -206,6 +206,7 @@ class Schedule(NamedTuple):
     SCORE_STAGES: Any
     OVERLAP: Any
     PINGPONG: Any
+    IN_TURN: Any
     REGISTERS: Any
     HAS_EDGES: Any
     CACHED_ROWS: Any

@@ -39,6 +39,7 @@ class Config:
         dynamic: Whether programs take tiles from a shared counter, not in a static order.
         overlap: Whether the next tile's first scores are started before a tile's end; takes two buffers for queries.
         pingpong: Whether a barrier makes warpgroups start a step's products one after another.
+        in_turn: Whether a step's softmax waits for all of its products: to measure what running under them saves.
         out_cols: Columns of the pieces in which the output leaves.
         out_stages: Buffers for such pieces.
         registers: What setmaxnreg gives a computing warpgroup's threads.
@@ -65,6 +66,7 @@ class Config:
     dynamic: bool = False
     overlap: bool = True
     pingpong: bool = False
+    in_turn: bool = False
     out_stages: int = 1
     registers: int = 240
     max_registers: int = 168

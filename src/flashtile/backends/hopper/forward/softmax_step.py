@@ -277,7 +277,7 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     LATE: gl.constexpr = schedule.NUM_WARPGROUPS > 2 and len(mod.late_tiles) > 0
     fetched = () if LATE else mod.fetch(pairs, zeros, call.mods)
     words = draw(zeros, pairs, loop.cipher, call)
-    s = warpgroup_mma_wait(len(accs), deps=[s])
+    s = warpgroup_mma_wait(0 if schedule.IN_TURN else len(accs), deps=[s])
     if LATE:
         fetched = mod.fetch(pairs, zeros, call.mods)
     channels.keys[0].release(used + 1)
