@@ -380,6 +380,14 @@ def test_float8_needs_all_of_its_tensors() -> None:
         fa3.flash_attn_with_kvcache(q, q, q, cache_seqlens=4, qv=q)
 
 
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_float8_that_requires_grad_has_none(chunk: int) -> None:
+    q = torch.zeros(1, 4, 2, 16).to(torch.float8_e4m3fn).requires_grad_()
+    out = fa3.flash_attn_func(q, q, q, attention_chunk=chunk)
+    with pytest.raises(UnsupportedError, match="^q: attention of 8 bits has no gradient"):
+        out.sum().backward()
+
+
 def test_what_is_not_supported_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="^sm_margin: "):
         fa3.flash_attn_func(Q, Q, Q, sm_margin=3)

@@ -11,6 +11,7 @@ from torch import Tensor
 from flashtile.api.attention import attention, attention_varlen
 from flashtile.call.quantized import Quantized
 from flashtile.compat._arguments import tensor
+from flashtile.compat._kvcache import without_backward
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 _NAMES = ("q_descale", "k_descale", "v_descale")
@@ -38,15 +39,17 @@ def attend(
     if tensor("q", q).dtype != torch.float8_e4m3fn:
         refuse_descales(q, descales)
         return attention_varlen(q, k, v, *packed, **keywords) if packed else attention(q, k, v, **keywords)
-    if not keywords["attention_chunk"]:
-        record = Quantized.from_fp8(q, k, v, *descales, **bounds)
-        return attention_varlen(record, **keywords) if packed else attention(record, **keywords)
-    wide, finished = widened(q, tensor("k", k).shape[-2], descales, packed[0] if packed else None)
-    k, v = (eight_bits(name, x).to(wide.dtype) for name, x in (("k", k), ("v", v)))
     call: Callable[..., Any] = attention_varlen if packed else attention
+    given = keywords | {"return_lse": True}
     with torch.no_grad():
-        found = call(wide, k, v, *packed, **keywords)
-    return (finished(found[0]), found[1]) if keywords["return_lse"] else finished(found)
+        if keywords["attention_chunk"]:
+            wide, finished = widened(q, tensor("k", k).shape[-2], descales, packed[0] if packed else None)
+            out, lse = call(wide, *(eight_bits(n, x).to(wide.dtype) for n, x in (("k", k), ("v", v))), *packed, **given)
+            out = finished(out)
+        else:
+            out, lse = call(Quantized.from_fp8(q, k, v, *descales, **bounds), **given)
+    out, lse = without_backward("q: attention of 8 bits", out, lse, qkv)
+    return (out, lse) if keywords["return_lse"] else out
 
 
 def over_cache(

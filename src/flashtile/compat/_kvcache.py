@@ -130,7 +130,7 @@ def attend_pages(tensors: tuple[Any, ...], lengths: tuple[Any, ...], block_table
     out, lse = paged(
         tensors, lengths[0], used(tensors[0], cu_seqlens_k, max_seqlen_k), lengths[2], block_table, options
     )
-    out, lse = without_backward("block_table", out, lse, tensors)
+    out, lse = without_backward("block_table: attention over a cache", out, lse, tensors)
     return (out, lse, out.new_empty(0)) if probs else out
 
 
@@ -184,7 +184,7 @@ def refuse_dropout(dropout_p: float) -> None:
 
 
 def without_backward(why: str, out: Tensor, lse: Tensor, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Out and lse of these tensors, whose gradient is refused, if it is asked for, because of the argument ``why``."""
+    """Out and lse of these tensors, whose gradient is refused, if it is asked for: ``why`` is of an argument."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         out, lse = _NoBackward.apply(why, out, lse, *tensors)
     return out, lse
@@ -198,4 +198,4 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise UnsupportedError(f"{ctx.why}: attention over a cache has no gradient")
+        raise UnsupportedError(f"{ctx.why} has no gradient")

@@ -45,5 +45,5 @@ def attend(
         k, v = k.unsqueeze(1), v.unsqueeze(1)
     with torch.no_grad(), names(k_cache="k", v_cache="v", cache_seqlens="cu_seqlens_k", page_indptr="cu_seqlens_k"):
         out, lse = attention_with_kvcache(q, k, v, qv=qv, return_lse=True, **places, **given)
-    out, lse = without_backward("qv", out, lse, (*qkv, qv))
+    out, lse = without_backward("qv: attention over a cache", out, lse, (*qkv, qv))
     return (out, lse) if keywords["return_lse"] else out
