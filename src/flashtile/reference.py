@@ -166,7 +166,7 @@ def _dense(
 def _listed(p: Problem, t: Tensors, seqlen_q: int, seqlen_k: int) -> Tensor:
     """Rule 30: of each pair whether its block is listed, and how; it broadcasts to the scores."""
     assert t.row_blocks is not None and t.row_items is not None
-    (of_rows, of_keys), (batch, heads, blocks_q, _) = p.listed, t.row_blocks.shape
+    (of_rows, of_keys), (batch, heads, blocks_q, _) = p.listed[:2], t.row_blocks.shape
     kinds = torch.zeros(batch, heads, blocks_q * of_rows, -(-seqlen_k // of_keys) * of_keys, device=t.q.device)
     for b, h, m in itertools.product(range(batch), range(heads), range(blocks_q)):
         start, full_start, stop = t.row_blocks[b, h, m].tolist()

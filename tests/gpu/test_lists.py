@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import pytest
 import torch
 
 import flashtile
 from flashtile import mods
+from flashtile.api import blocks
+from flashtile.mods.block_mask import with_bits
 from tests.cases import Case, judge
-from tests.mods.calls import with_functions
+from tests.mods.calls import store_bits, stored_bits, with_functions
+from tests.mods.functions import MASKS, Sizes
 from tests.poison import poisoned_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+NEEDS_BITS = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="bits are for Hopper"
+)
 
 BACKENDS = [name for name in flashtile.backends() if name != "cpu"]
 CASES = (
@@ -27,6 +36,7 @@ CASES = (
     Case("mods", batch=1, seqlen_q=300, seqlen_k=400, heads=2, kv_heads=1, head_dim=320),
     Case("mods_features", batch=1, seqlen_q=530, seqlen_k=800, heads=2, kv_heads=2, head_dim=64, window=(190, 130),
          softcap=3.0, alibi="h", mask="qk", bias="hk", bias_grad=False, sinks=True, lse_grad=True),
+    Case("mods", batch=1, seqlen_q=530, seqlen_k=600, heads=2, kv_heads=1, head_dim=128, dropout=0.3),
 )  # fmt: skip
 KINDS = (
     (None, "documents", (128, 128)), ("gated", "neighbourhood", (128, 128)), (None, None, (128, 128)),
@@ -67,3 +77,51 @@ def test_lists_of_a_long_sequence_keep_what_causal_keeps(head_dim: int) -> None:
     for n, (got, again, want) in enumerate(zip(found[1], found[2], found[0], strict=True)):
         torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-2)
         assert n == 1 or torch.equal(got, again)  # dq is a sum in any order
+
+
+@NEEDS_BITS
+@pytest.mark.parametrize("lengths", [(700, 900), (1000, 777), (129, 3)], ids=str)
+@pytest.mark.parametrize("mask", ["documents", "heads_differ", "random_pairs"])
+def test_bits_are_what_pytorch_keeps(mask: str, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of numbers of blocks that four does not divide too."""
+    make = torch.Generator().manual_seed(1)
+    function = MASKS[mask](Sizes(1, 3, *lengths, torch.bfloat16, make, "cuda")).function
+    made = flashtile.create_block_mask(function, None, 3, *lengths, "cuda")
+    monkeypatch.setattr(blocks, "_MOST_BYTES", 0)
+    plain = flashtile.create_block_mask(function, None, 3, *lengths, "cuda")
+    assert made.has_bits and not plain.has_bits
+    want = with_bits(plain, functools.partial(store_bits, plain))
+    assert all(map(torch.equal, stored_bits(made), stored_bits(want)))
+
+
+@NEEDS_BITS
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["neighbourhood", "prefix"])
+def test_more_than_the_most_bits_is_left_to_the_function(
+    mask: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "_MOST_BYTES", 0)
+    case = replace(CASES[0], head_dim=head_dim, seqlen_q=1500, seqlen_k=1500)
+    call = with_functions(case, None, mask, torch.bfloat16, 0, frozen=True, listed=(128, 128), device="cuda")
+    assert not call.problem.has_bits
+    judge(call, None)
+
+
+@NEEDS_BITS
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_mask_is_what_its_function_said(head_dim: int) -> None:
+    make = torch.Generator("cuda").manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 600, 2, head_dim, device="cuda", generator=make).half() for _ in range(4))
+    ids = torch.arange(600, device="cuda").int() // 70
+    made = [flashtile.create_block_mask(mods.documents(ids), None, None, 600, 600)]
+    found = []
+    for _ in range(2):
+        for mask in made:
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = flashtile.attention(*leaves, block_mask=mask)
+            found.append((out, *torch.autograd.grad(out, leaves, grad)[1:]))
+        ids.copy_(torch.arange(600, device="cuda").int() // 200)
+        made = [made[0], flashtile.create_block_mask(mods.documents(ids), None, None, 600, 600)]
+    assert made[0].has_bits and all(map(torch.equal, found[0], found[1]))
+    want = flashtile.attention(q, k, v, block_mask=flashtile.masks.documents(ids))
+    torch.testing.assert_close(found[2][0].float(), want.float(), rtol=2e-3, atol=2e-3)

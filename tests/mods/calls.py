@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ from flashtile.api.keywords import Masked, masked_by
 from flashtile.call.arguments import Options, grads_of
 from flashtile.call.functions import functions_of
 from flashtile.call.problem import Problem
+from flashtile.mods.block_mask import BlockMask, with_bits
 from tests.cases import Call, Case, build
 from tests.mods.functions import MASKS, SCORES, Sizes
 
@@ -57,6 +59,32 @@ def indices_are_cut(backend: str | None, dtype: torch.dtype, head_dim: int = 64)
     return all(map(torch.equal, *found))
 
 
+def store_bits(lists: BlockMask, bits: Tensor, blocks: Tensor, over_keys: bool) -> None:
+    """What ``portable.lists.store_bits`` stores, by PyTorch; of a mask without bits."""
+    batch, heads, rows, keys = lists.shape
+    (of_rows, of_keys), sizes = lists.block_size, (lists.row_blocks.shape[2], lists.key_blocks.shape[2])
+    at = torch.meshgrid(*(torch.arange(n, device=bits.device) for n in lists.shape), indexing="ij")
+    kept = torch.zeros(batch * heads, sizes[0] * of_rows, sizes[1] * of_keys, dtype=torch.long, device=bits.device)
+    kept[:, :rows, :keys] = lists.mask_mod(*at).flatten(0, 1)
+    own, other = (of_keys, of_rows) if over_keys else (of_rows, of_keys)
+    places = (2 * torch.arange(16)[:, None, None] + torch.arange(2)).to(bits.device)
+    for n, (group, block, across) in enumerate(blocks.tolist()):
+        pairs = (kept[group].T if over_keys else kept[group])[block * own :, across * other :][:own, :other]
+        numbers = (pairs.reshape(own, other // 128, 16, 4, 2) << places).sum((2, 4)).transpose(0, 1)
+        bits[n * numbers.numel() :][: numbers.numel()] = numbers.flatten().to(torch.int32)
+
+
+def stored_bits(lists: BlockMask) -> list[Tensor]:
+    """The bits of a mask's partial blocks by rows and by keys, which begin on 16 bytes."""
+    found = []
+    for bounds, items in ((lists.row_blocks, lists.row_items), (lists.key_blocks, lists.key_items)):
+        ranges, first = bounds.flatten(0, -2), int(items[0])
+        assert first % 4 == 0
+        count = int((ranges[:, 1] - ranges[:, 0]).sum())
+        found.append(items[first:][: count * lists.block_size[0] * lists.block_size[1] // 32])
+    return found
+
+
 def with_functions(
     case: Case,
     score: str | None,
@@ -66,10 +94,12 @@ def with_functions(
     frozen: bool = False,
     listed: tuple[int, int] | None = None,
     device: str = "cpu",
+    bits: bool = False,
 ) -> ModCall:
     """A case with functions of ``functions``, by name.
 
-    ``frozen``: of what they capture nothing learns; ``listed``: rows and keys of the blocks of the mask's lists.
+    ``frozen``: of what they capture nothing learns; ``listed``: rows and keys of the blocks of the mask's lists;
+    ``bits``: whether these have the bits that a device with kernels for them would have stored.
     """
     call = build(case, dtype, device, seed=seed)
     packed = call.problem.varlen
@@ -90,6 +120,8 @@ def with_functions(
         function = made["mask_mod"].function if mask else noop_mask
         groups = (sizes.batch, case.heads) if seed % 2 or mask in ("prefix", "heads_differ") else (None, None)
         lists = create_block_mask(function, *groups, sizes.rows, sizes.keys, device, listed)
+        if bits:
+            lists = with_bits(lists, functools.partial(store_bits, lists))
         masked = masked_by(lists, None)
     tensors = replace(tensors, **masked.tensors)
     functions = functions_of(

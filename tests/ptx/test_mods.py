@@ -29,10 +29,11 @@ LISTS = (
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("bits", [False, True])
 @pytest.mark.parametrize("number", range(len(LISTS)))
-def test_lists_as_compiled(number: int) -> None:
+def test_lists_as_compiled(number: int, bits: bool) -> None:
     case, score, mask = LISTS[number]
-    call = with_functions(case, score, mask, torch.bfloat16, number, frozen=True, listed=(128, 128))
+    call = with_functions(case, score, mask, torch.bfloat16, number, frozen=True, listed=(128, 128), bits=bits)
     with hopper.on_cpu(Options(seed=number, product_at_wait=number % 2 == 0), 2):
         judge(call, "hopper")
 

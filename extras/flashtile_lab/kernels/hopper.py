@@ -49,18 +49,16 @@ def builds(arch: str) -> list[KernelBuild]:
 
 
 def _function_builds() -> list[KernelBuild]:
-    """Users' functions: a table gathered by pair, a slope; masks of documents.
-
-    Of lists of blocks of 128 the band's own, and masks that load by key and by pair, and that divide.
-    """
+    """Users' functions that gather by pair, have a slope, mask documents; lists of 128 with bits and with functions."""
     documents, tree = library.documents(torch.zeros(64, dtype=torch.int32)), library.tree([-1, 0, 1, 1])
     table, image, packed = library.relative(torch.zeros(8, 65)), library.neighbourhood_2d(128, 6), {"varlen": True}
     causal, lists = (_CAUSAL, ()), (_FULL, (128, 128))
+    bits: Any = [(128, _FULL, {}), (64, _FULL, {}), (64, _FULL, packed), (256, _FULL, {}), (128, _CAUSAL, packed)]
     calls: list[tuple[int, Any, Any, tuple[Band, tuple[int, ...]], dict[str, Any]]] = [
         (128, table, documents, causal, packed), (256, library.temperature(torch.zeros(8)), documents, causal, {}),
-        *((dim, None, None, (_CAUSAL, (128, 128)), {}) for dim in (128, 64)),
+        *((dim, None, None, (band, (128, 128, 1)), more) for dim, band, more in bits),
         (128, None, documents, lists, {}), (64, None, documents, lists, packed), (256, None, documents, lists, {}),
-        (128, None, tree, lists, packed), (128, None, image, lists, {}), (64, None, image, lists, {}),
+        (128, None, tree, lists, packed), (128, None, image, lists, {}), (128, table, None, (_FULL, (128, 128, 1)), {}),
     ]  # fmt: skip
     made: list[KernelBuild] = []
     for dim, score, mask, (band, listed), more in calls:
@@ -68,7 +66,7 @@ def _function_builds() -> list[KernelBuild]:
         problem = _problem(dim, band, score_mod=ScoreMod(function=keys[0]), **more)
         problem = problem.but(mask_mod=replace(problem.mask_mod, function=keys[1], listed=listed))
         made += builds_of(problem, "forward")
-        made += builds_of(problem, "backward")[1:2]
+        made += [build for build in builds_of(problem, "backward") if build.name == "attention_backward"]
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
@@ -12,13 +13,16 @@ from torch import Tensor
 
 from flashtile.call.arguments import integer
 from flashtile.call.functions import Function
+from flashtile.call.problem import compute_capability
 from flashtile.core.errors import InvalidInputError, shown
-from flashtile.mods.block_mask import FULL, PARTIAL, BlockMask, Entries, listed
+from flashtile.mods.block_mask import FULL, PARTIAL, BlockMask, Entries, listed, with_bits
 from flashtile.mods.graph import parse
 from flashtile.mods.record import lowered
 
 # Blocks that a launch looks at, a byte each, and pairs that are evaluated at once where no kernel does it.
 _MOST_BLOCKS, _MOST_PAIRS = 2**26, 2**22
+# Bytes of bits of partial blocks: 65,536 of 128 rows and keys, each in the lists of its rows and of its keys.
+_MOST_BYTES = 2**28
 
 
 def create_block_mask(
@@ -34,6 +38,10 @@ def create_block_mask(
 
     As PyTorch's function of this name, but no matrix of all pairs is ever made: on GPUs a kernel counts the kept pairs
     of each block. It waits for the device.
+
+    The mask is what the function says now: what that captures must stay as it is while the mask is used. On Hopper,
+    where 128 divides the blocks, pairs of those kept in part have bits, 4 KiB a block of 128 rows and keys, and no call
+    asks the function again. Where they would take more than 256 MiB, and elsewhere, calls ask it.
 
     Args:
         mask_mod: ``f(b, h, q_idx, kv_idx)``, see ``attention``. It goes with the mask.
@@ -64,7 +72,25 @@ def create_block_mask(
             raise InvalidInputError("mask_mod", f"reads a tensor on {x.device}, but the mask is made on {place}")
     function = Function(parse(read.text), operands, read.numbers, 0) if read.text else None
     parts = list(_entries(function, groups, lengths, block_size, place))
-    return listed(Entries(*map(torch.cat, zip(*parts, strict=True))), groups, block_size, lengths, mask_mod)
+    entries = Entries(*map(torch.cat, zip(*parts, strict=True)))
+    mask = listed(entries, groups, block_size, lengths, mask_mod)
+    if function is None or not _takes_bits(place) or block_size[0] % 128 or block_size[1] % 128:
+        return mask
+    if int((entries.kind == PARTIAL).sum()) * block_size[0] * block_size[1] // 4 > _MOST_BYTES:
+        return mask
+    from flashtile.backends.portable.lists import store_bits
+
+    return with_bits(mask, functools.partial(store_bits, function, groups[1], lengths, block_size))
+
+
+def _takes_bits(place: torch.device) -> bool:
+    """Whether the device has kernels that read them."""
+    return compute_capability(place) == (9, 0) and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _device(given: torch.device | str | None, operands: tuple[Tensor, ...]) -> torch.device:
@@ -82,9 +108,8 @@ def _entries(
 ) -> Iterator[Entries]:
     """The listed blocks, of some blocks of rows after others."""
     rows, keys = (-(-length // block) for length, block in zip(lengths, block_size, strict=True))
-    in_kernel = device.type == "cuda" and importlib.util.find_spec("triton") is not None
     find: Callable[..., Tensor] = evaluated
-    if in_kernel and function is not None:
+    if device.type == "cuda" and _has_triton() and function is not None:
         from flashtile.backends.portable.lists import kinds as find
     step = max(1, _MOST_BLOCKS // max(groups[0] * groups[1] * keys, 1))
     for first in range(0, max(rows, 1), step):

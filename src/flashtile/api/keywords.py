@@ -179,7 +179,7 @@ def masked_by(block_mask: object, mask_mod: Callable[..., Any] | None, q: object
             if x.shape[1] != length:
                 raise InvalidInputError("block_mask", f"is for seqlen_{name} {length}, but {name} has {x.shape[1]}")
     names = ("row_blocks", "key_blocks", "row_items", "key_items")
-    return Masked({name: getattr(lists, name) for name in names}, False, lists.block_size, own or mask_mod)
+    return Masked({name: getattr(lists, name) for name in names}, False, lists.listed, own or mask_mod)
 
 
 def intervals_of(block_mask: object) -> tuple[Tensor | None, Tensor | None, bool]:

@@ -67,11 +67,11 @@ def _has_key_rows(p: Problem) -> bool:
 
 
 def _is_oddly_listed(p: Problem) -> bool:
-    return any(block % 16 for block in p.listed)
+    return any(block % 16 for block in p.listed[:2])
 
 
 def _is_finely_listed(p: Problem) -> bool:
-    return any(block % 128 for block in p.listed)
+    return any(block % 128 for block in p.listed[:2])
 
 
 def _is_big_listed(p: Problem) -> bool:

@@ -87,7 +87,7 @@ class MaskMod:
         key_rows: Whether each key has an interval of rows.
         mirrored: Whether both are one mask, so that either will do.
         by_head: Whether intervals or lists differ from head to head.
-        listed: Rows and keys of the blocks that lists say are kept; empty without lists.
+        listed: Rows and keys of the blocks that lists say are kept, and 1 if these have bits; empty without lists.
         function: The user's, None without one.
     """
 
@@ -197,6 +197,7 @@ class Problem:
     causal_each = _Short(lambda p: p.mask_mod.causal_each, "mask_mod.causal_each")
     intervals = _Short(lambda p: p.mask_mod.row_keys or p.mask_mod.key_rows)
     listed = _Short(lambda p: p.mask_mod.listed, "mask_mod.listed")
+    has_bits = _Short(lambda p: len(p.listed) > 2)
     needs_grad = _Short(lambda p: any(p.grads), "grads.q", "grads.k", "grads.v")
     bias_grad = _Short(lambda p: p.grads.bias, "grads.bias")
     score_function = _Short(lambda p: p.score_mod.function, "score_mod.function")
@@ -259,8 +260,7 @@ class Problem:
             batch, longest_q, longest_k = bounds.shape[0] - 1, options.max_seqlen_q, options.max_seqlen_k
             seqlen_q = seqlen_q if longest_q is None else longest_q
             seqlen_k = seqlen_k if longest_k is None else longest_k
-        packed = bounds is not None
-        queries, keys = SequenceLayout(seqlen_q, packed), SequenceLayout(seqlen_k, packed)
+        queries, keys = SequenceLayout(seqlen_q, bounds is not None), SequenceLayout(seqlen_k, bounds is not None)
         # Past __init__, which takes longer than all else here. Shorthand of lengths must not be that of self.
         made = object.__new__(Problem)
         vars(made).update(vars(self), batch=batch, queries=queries, keys=keys, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
@@ -345,7 +345,7 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     if t.origins is not None and not packed:
         raise InvalidInputError("origins", "is given, but goes with cu_seqlens alone")
     if t.row_blocks is not None:
-        for axis, block in zip("qk", options.listed, strict=True):
+        for axis, block in zip("qk", options.listed[:2], strict=True):
             axes.fix("block_mask", f"blocks_{axis}", -(-axes.sizes[f"seqlen_{axis}"] // block))
     if not packed and t.q.shape == t.k.shape and t.q.shape[1] <= _FEW_ROWS < _MANY_HEADS < t.q.shape[2]:
         _warn_of_heads_first(tuple(t.q.shape))

@@ -2,6 +2,8 @@
 
 A list is sorted, of partial blocks first, in which the mask's function decides about each pair, then of full ones,
 which need no function. Blocks that are not listed hold no kept pair. Memory follows the blocks that are listed.
+
+Behind its blocks a list may have what the function kept of each partial one, a bit a pair: see ``with_bits``.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ class BlockMask:
     Attributes:
         row_blocks: ``(B, H, blocks_q, 3)`` int32: of each block of rows where its list begins in ``row_items``, where
             the full blocks begin, and where it ends. B and H may be 1 for all sequences and heads.
-        row_items: int32, the blocks of keys, and some numbers more.
+        row_items: int32, the blocks of keys, and some numbers more; ``with_bits`` says what it adds.
         key_blocks: ``(B, H, blocks_k, 3)``: the same of each block of keys, for gradients.
         key_items: int32, the blocks of rows.
         block_size: Rows and keys of a block.
         lengths: Rows and keys of the mask.
         mask_mod: Decides in partial blocks; None keeps all of them.
+        has_bits: Whether bits say what it decided.
     """
 
     row_blocks: Tensor
@@ -40,6 +43,12 @@ class BlockMask:
     block_size: tuple[int, int]
     lengths: tuple[int, int]
     mask_mod: Callable[..., Any] | None
+    has_bits: bool = False
+
+    @property
+    def listed(self) -> tuple[int, ...]:
+        """``Options.listed`` of its calls."""
+        return (*self.block_size, 1) if self.has_bits else self.block_size
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -62,7 +71,7 @@ class BlockMask:
         ranges = self.row_blocks.long()
         counts = ranges[..., 2] - ranges[..., 0]
         owner = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts.flatten())
-        at = torch.arange(owner.numel(), device=owner.device)
+        at = torch.arange(owner.numel(), device=owner.device) + ranges.flatten()[:1]
         kind = torch.where(at < ranges.flatten(0, -2)[owner, 1], PARTIAL, FULL)
         return Entries(owner // counts.shape[2], owner % counts.shape[2], self.row_items[at].long(), kind)
 
@@ -80,6 +89,43 @@ class BlockMask:
         entries = entries._replace(kind=torch.full_like(entries.kind, PARTIAL))
         groups = self.row_blocks.shape[0], self.row_blocks.shape[1]
         return listed(entries, groups, self.block_size, self.lengths, self.mask_mod)
+
+
+def with_bits(mask: BlockMask, store: Callable[[Tensor, Tensor, bool], None]) -> BlockMask:
+    """The mask with bits of its partial blocks, which kernels read in place of its function.
+
+    ``row_items`` and ``key_items`` then have a number for each list, where its bits begin, before the blocks, and bits
+    behind them, block by block, in the order of threads of a WGMMA accumulator: of each 128 elements of the other side
+    four numbers for each of this one, the n-th of columns c with c // 2 % 4 = n, at bit c // 8 * 2 + c % 2.
+
+    Args:
+        mask: Of blocks that 128 divides.
+        store: Stores the bits of blocks (group, of this side, of the other), int32, whether this side is that of keys.
+    """
+    made: dict[str, Any] = {}
+    words = mask.block_size[0] * mask.block_size[1] // 32
+    for side in ("row", "key"):
+        ranges, items = getattr(mask, f"{side}_blocks"), getattr(mask, f"{side}_items")
+        bounds, device = ranges.long().flatten(0, -2), items.device
+        counts = bounds[:, 1] - bounds[:, 0]
+        before = counts.cumsum(0) - counts
+        owner = torch.repeat_interleave(torch.arange(len(bounds), device=device), counts)
+        at = torch.arange(len(owner), device=device) - before[owner] + bounds[owner, 0]
+        blocks = torch.stack((owner // ranges.shape[2], owner % ranges.shape[2], items[at].long()), -1).int()
+        # A launch takes its pointers for multiples of 16 bytes.
+        first = -(-(len(bounds) + len(items)) // 4) * 4
+        joined = torch.empty(first + _room(len(owner)) * words, dtype=torch.int32, device=device)
+        joined[: len(bounds)] = first + before * words
+        joined[len(bounds) : len(bounds) + len(items)] = items
+        if len(owner):
+            store(joined[first:], blocks, side == "key")
+        made |= {f"{side}_blocks": ranges + len(bounds), f"{side}_items": joined}
+    return replace(mask, **made, has_bits=True)
+
+
+def _room(count: int) -> int:
+    """Of few sizes, so that plans of calls are found again with another mask."""
+    return 1 << max(count - 1, 0).bit_length()
 
 
 class Entries(NamedTuple):
@@ -113,8 +159,7 @@ def _lists(owner: Tensor, item: Tensor, kind: Tensor, shape: tuple[int, int, int
     counts = torch.bincount(part, minlength=2 * shape[0] * shape[1] * shape[2])
     stops = counts.cumsum(0).view(*shape, 2)
     starts = stops[..., 0] - counts.view(*shape, 2)[..., 0]
-    # Of few sizes, so that plans of calls are found again with another mask.
-    items = torch.zeros(1 << max(len(item) - 1, 0).bit_length(), dtype=torch.int32, device=item.device)
+    items = torch.zeros(_room(len(item)), dtype=torch.int32, device=item.device)
     items[: len(item)] = item[order]
     return torch.stack((starts, stops[..., 0], stops[..., 1]), dim=-1).int(), items
 

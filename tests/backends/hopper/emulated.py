@@ -54,6 +54,13 @@ def words(cipher: Any, rows: Any, keys: Any, ptx: bool) -> Any:
     return tuple(Value(x) for x in philox.words(of_head, value_of(rows).data.long(), value_of(keys).data.long()))
 
 
+def keep_by_bits(t: Any, numbers: Any, count: int, fill: str) -> Any:
+    """A thread's own columns of a row are counted by dimensions 1 and 3."""
+    places = 2 * torch.arange(t.shape[1])[:, None, None] + torch.arange(2)
+    kept = numbers.data.long()[:, None, :, None] >> places & 1
+    return select(Value(kept != 0), t, {"0f00000000": 0.0, "0fFF800000": -torch.inf}[fill])
+
+
 # What the inline PTX means, and the name that only the newest Triton has.
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     inline_ptx.compute_before_wait: lambda x: x,
@@ -63,6 +70,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     dropout.cipher_of: cipher_of,
     dropout.words: words,
     inline_ptx.keep: lambda x, words, fill, bits: select((words & bits) != 0, x, fill),
+    inline_ptx.keep_by_bits: keep_by_bits,
     inline_ptx.compute_before_barrier: lambda x: x,
     inline_ptx.compute_before_fence: lambda x: x,
     inline_ptx.widen: lambda x: x.to(tl.float32),

@@ -36,6 +36,7 @@ BIG = Case("mods", batch=1, seqlen_q=70, seqlen_k=150, heads=1, kv_heads=1, head
 LONG = Case("mods", batch=2, seqlen_q=300, seqlen_k=400, heads=2, kv_heads=1, head_dim=64)
 WIDE_LONG = Case("mods", batch=1, seqlen_q=260, seqlen_k=390, heads=2, kv_heads=2, head_dim=128)
 PACKED_LONG = replace(PACKED, lengths=((130, 160), (0, 20), (270, 264), (140, 0)), batch=4)
+DROPPING = replace(WIDE_LONG, dropout=0.3)
 LISTS = (
     (None, "documents", (128, 128)), ("gated", "neighbourhood", (128, 128)), (None, "prefix", (256, 128)),
     ("distance", "window", (128, 384)), (None, "random_pairs", (128, 128)), (None, None, (128, 128)),
@@ -74,6 +75,47 @@ def test_lists(number: int, case: Case) -> None:
         judge(call if mask != "nothing" else call.wanting(["v"]), "hopper")
 
 
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize(
+    "case", [LONG, WIDE_LONG, PACKED_LONG, WIDEST, FEATURES, DROPPING], ids=lambda c: f"{c}-{c.head_dim}"
+)
+@pytest.mark.parametrize(
+    "number", [n for n in range(len(LISTS)) if LISTS[n][1]], ids=lambda n: "-".join(map(str, LISTS[n]))
+)
+def test_lists_with_bits(number: int, case: Case) -> None:
+    """Which decide in place of the function, one build for all masks."""
+    score, mask, listed = LISTS[number]
+    score = None if case.dropout else score
+    seed = 2 * number + (case.heads == case.kv_heads)
+    call = with_functions(case, score, mask, DTYPES[number % 2], seed, frozen=True, listed=listed, bits=True)
+    with on_cpu(number, num_sms=2):
+        judge(call if mask != "nothing" else call.wanting(["v"]), "hopper")
+
+
+@pytest.mark.parametrize("name", ["64 by TMA", "64 wide", "64 narrow", "128, 3 stages", "128 by TMA", "128"])
+def test_tiles_of_lists_with_bits(name: str) -> None:
+    case = replace(LONG, head_dim=64 if "64" in name else 128)
+    call = with_functions(case, None, "random_pairs", torch.bfloat16, 0, listed=(128, 128), bits=True)
+    with on_cpu(3, num_sms=2, backward=backward.VARIANTS[name]):
+        judge(call, "hopper")
+
+
+def test_bits_decide_and_not_what_has_changed_since() -> None:
+    call = with_functions(LONG, None, "documents", torch.bfloat16, 0, listed=(128, 128), bits=True)
+    found = []
+    with on_cpu(1, num_sms=2):
+        for _ in range(2):
+            found.append(call.run("hopper")[0])
+            for x in call.tensors.operands:
+                x.zero_()
+    assert torch.equal(*found)
+    problem, without = call.problem, with_functions(LONG, None, "prefix", torch.bfloat16, 0, listed=(128, 128)).problem
+    for of in (problem, without):
+        assert forward.choose(of.but(mask_function=None)).block_n == 128
+    assert backward.choose(problem.but(seqlen_q=4096, mask_function=None)) == backward.BY_TMA_64
+    assert backward.choose(without.but(seqlen_q=4096)) == backward.WIDE_64
+
+
 def test_lists_that_tiles_do_not_divide_are_refused() -> None:
     for listed, case, direction, reason in (
         ((64, 128), LONG, "forward", "no multiples of 128"),
@@ -92,8 +134,11 @@ def test_lists_that_tiles_do_not_divide_are_refused() -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["by_distance", "read_twice", "gated", "graphormer"])
-def test_what_is_captured_has_its_gradient_from_another_backend(name: str) -> None:
-    call = with_functions(replace(WIDE, bias="hk"), name, "documents", torch.bfloat16)
+@pytest.mark.parametrize("listed", [None, (128, 128)], ids=str)
+def test_what_is_captured_has_its_gradient_from_another_backend(listed: tuple[int, int] | None, name: str) -> None:
+    call = with_functions(
+        replace(WIDE, bias="hk"), name, "documents", torch.bfloat16, listed=listed, bits=listed is not None
+    )
     with on_cpu(1, num_sms=2):
         said = dispatch.explain(call.problem)
         assert "backward: hopper: " in said and "; gradient of attn_bias and captured tensors: cpu: " in said

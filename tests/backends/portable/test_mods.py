@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 
 import flashtile
+from flashtile.api import blocks
 from flashtile.api.blocks import evaluated
 from flashtile.backends.portable.backward import operands
 from flashtile.backends.portable.lists import kinds
 from flashtile.call.functions import Function
+from flashtile.mods.block_mask import with_bits
 from flashtile.mods.graph import parse
 from flashtile.mods.record import lowered
 from tests.cases import Case, judge
 from tests.fuzz.functions import fuzz
+from tests.mods import calls
 from tests.mods.calls import indices_are_cut, with_functions
 from tests.mods.functions import MASKS, SCORES, Sizes
 
@@ -157,3 +161,30 @@ def test_the_kernel_of_lists_counts_as_pytorch_does(mask: str, size: tuple[int, 
     made = Function(parse(read.text), read.operands, read.numbers, 0)
     given = made, (2, 2), (90, 75), size, (1, -(-90 // size[0])), torch.device("cpu")
     assert torch.equal(kinds(*given), evaluated(*given))
+
+
+@pytest.mark.parametrize(
+    ("mask", "size"), [("documents", (128, 128)), ("heads_differ", (256, 128)), ("prefix", (128, 384))]
+)
+def test_the_kernel_of_bits_keeps_what_pytorch_keeps(
+    mask: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a limit of bytes, beyond which a call asks the function."""
+    function = MASKS[mask](Sizes(2, 3, 290, 390, torch.float32, torch.Generator().manual_seed(1))).function
+    plain = flashtile.create_block_mask(function, 2, 3, 290, 390, "cpu", size)
+    monkeypatch.setattr(blocks, "_takes_bits", lambda place: True)
+    made = flashtile.create_block_mask(function, 2, 3, 290, 390, "cpu", size)
+    want = calls.stored_bits(with_bits(plain, functools.partial(calls.store_bits, plain)))
+    found = calls.stored_bits(made)
+    assert made.has_bits and all(map(torch.equal, found, want))
+    assert all(map(torch.equal, made.entries(), plain.entries()))
+    monkeypatch.setattr(blocks, "_MOST_BYTES", 4 * sum(x.numel() for x in want))
+    assert flashtile.create_block_mask(function, 2, 3, 290, 390, "cpu", size).has_bits
+    monkeypatch.setattr(blocks, "_MOST_BYTES", 4 * sum(x.numel() for x in want) - 1)
+    assert not flashtile.create_block_mask(function, 2, 3, 290, 390, "cpu", size).has_bits
+
+
+@pytest.mark.parametrize("backend", ["cpu", "portable"])
+def test_backends_without_use_for_bits_take_the_lists(backend: str) -> None:
+    case = Case("mods", batch=1, seqlen_q=140, seqlen_k=150, heads=2, kv_heads=1)
+    judge(with_functions(case, None, "documents", torch.float32, listed=(128, 128), bits=True), backend)

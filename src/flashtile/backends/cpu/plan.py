@@ -163,7 +163,7 @@ def _sequence(
     row_keys, key_rows = _first(t.row_keys, batch, q.shape[2]), _first(key_rows, batch, k.shape[2])
     function, listed = mask_function(problem, t), None
     if t.row_blocks is not None and t.row_items is not None:
-        rows, keys = problem.listed
+        rows, keys = problem.listed[:2]
         listed = Lists(_of_batch(t.row_blocks, batch), t.row_items, (rows, keys))
     counted = range(batch.start + first, batch.stop + first)
     return Sequence(

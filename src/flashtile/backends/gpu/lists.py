@@ -19,10 +19,10 @@ def masks_of(problem: Problem, t: Tensors, side: Side) -> Masks | None:
 def _lists_of(problem: Problem, t: Tensors, *, over_keys: bool) -> Lists:
     """The lists of blocks of rows, or of keys."""
     name, items = ("key_blocks", "key_items") if over_keys else ("row_blocks", "row_items")
-    bounds, (own, other) = getattr(t, name), problem.listed[:: -1 if over_keys else 1]
+    bounds, (own, other) = getattr(t, name), problem.listed[:2][:: -1 if over_keys else 1]
     batch, heads, count, _ = bounds.shape
     return Lists(
         pointer(bounds, name), pointer(getattr(t, items), items), 0 if batch == 1 else heads * count * 3,
         0 if heads == 1 else count * 3, count, own, other,
-        problem.varlen or not problem.band.unbounded,
+        problem.has_bits, problem.varlen or not problem.band.unbounded,
     )  # fmt: skip

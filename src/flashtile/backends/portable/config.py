@@ -164,7 +164,8 @@ def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> C
     if not problem.listed:
         return found
     # The largest powers of two that divide them.
-    block_m, block_n = (min(n, of & -of) for n, of in zip((found.block_m, found.block_n), problem.listed, strict=True))
+    tiles, blocks = (found.block_m, found.block_n), problem.listed[:2]
+    block_m, block_n = (min(n, of & -of) for n, of in zip(tiles, blocks, strict=True))
     return dataclasses.replace(found, block_m=block_m, block_n=block_n)
 
 

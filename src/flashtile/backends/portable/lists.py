@@ -1,4 +1,4 @@
-"""Which blocks a mask function keeps: a kernel that counts the kept pairs of each block, with the printed function."""
+"""Which blocks a mask function keeps, and which pairs of those kept in part: kernels with the printed function."""
 
 from __future__ import annotations
 
@@ -88,10 +88,7 @@ def kinds(
     (batch, heads), rows, keys = groups, span[1] - span[0], -(-lengths[1] // block_size[1])
     found = torch.empty(batch * heads, rows, keys, dtype=torch.int8, device=device)
     launch = kinds_launch(function, (batch, heads), lengths, block_size, span)
-    names = [f"operand{n}" for n in range(len(function.operands))]
-    names += [f"number{n}" for n in range(len(function.numbers))]
-    given: Any = (found, *function.operands, *function.numbers)
-    run((Step(launch, ("kinds", *names), found.device),), given)
+    _run(launch, function, ("kinds", found))
     return found
 
 
@@ -108,3 +105,76 @@ def kinds_launch(
     blocks = Blocks(Pointer(torch.int8, "kinds"), span[0], rows, keys, groups[1], *lengths, *block_size, *tile)
     arguments = {"mask": mod_of(function), "blocks": blocks}
     return Launch(block_kinds, groups[0] * groups[1] * rows * keys, arguments, {"num_warps": 4, "num_stages": 1})
+
+
+class PartialBlocks(NamedTuple):
+    """Blocks whose bits a launch stores, one after another.
+
+    Attributes:
+        ptr: int32, the bits, as ``block_mask.with_bits`` says.
+        blocks: int32 (count, 3): group, block of this side, block of the other.
+        heads: Query heads of a sequence.
+        seqlen_q: Rows.
+        seqlen_k: Keys.
+        OWN: Rows or keys of a block of this side.
+        OTHER: Of the other.
+        OVER_KEYS: Whether this side is that of keys.
+    """
+
+    ptr: Any
+    blocks: Any
+    heads: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    OWN: Any
+    OTHER: Any
+    OVER_KEYS: Any
+
+
+@triton.jit
+def block_bits(mask, given):
+    """Stores which pairs of 64 elements of this side by 128 of the other, a part of a block, a mask's ``Mod`` keeps."""
+    pid = tl.program_id(0)
+    PARTS: tl.constexpr = given.OWN // 64 * (given.OTHER // 128)
+    part, n = pid % PARTS, tl.cast(pid // PARTS, tl.int64)
+    group, block = tl.load(given.blocks + 3 * n), tl.load(given.blocks + 3 * n + 1)
+    b, h = group // given.heads, group % given.heads
+    own, other = part % (given.OWN // 64) * 64, part // (given.OWN // 64) * 128
+    i = (block * given.OWN + own + tl.arange(0, 64))[:, None]
+    j = (tl.load(given.blocks + 3 * n + 2) * given.OTHER + other + tl.arange(0, 128))[None, :]
+    if given.OVER_KEYS:
+        i, j = j, i
+    at = At(b, h, i, i + (given.seqlen_k - given.seqlen_q), j, given.seqlen_q, given.seqlen_k, ())
+    head = mask.of_head(mask.operands, At(b, h, None, None, None, given.seqlen_q, given.seqlen_k, ()))
+    rows = mask.of_rows(mask.operands, head, at)
+    fetched = mask.fetch(mask.operands, head, rows, at)
+    x = ((i < given.seqlen_q) & (j < given.seqlen_k)).to(tl.int32)
+    kept = mask.function(x, fetched, mask.operands, head, rows, at, 0)
+    col = tl.arange(0, 128)[None, :]
+    numbers = tl.sum(tl.sum(tl.reshape(kept << (col // 8 * 2 + col % 2), [64, 16, 4, 2]), 3), 1)
+    place = n * (given.OWN * given.OTHER // 32) + (other // 128 * given.OWN + own) * 4
+    tl.store(given.ptr + place + tl.arange(0, 64)[:, None] * 4 + tl.arange(0, 4)[None, :], numbers)
+
+
+def store_bits(
+    function: Function, heads: int, lengths: tuple[int, int], block_size: tuple[int, int], bits: Tensor, blocks: Tensor,
+    over_keys: bool,
+) -> None:  # fmt: skip
+    """Stores the bits of blocks, int32 (count, 3), at the beginning of ``bits``; see ``block_mask.with_bits``."""
+    own, other = block_size[:: -1 if over_keys else 1]
+    given = PartialBlocks(
+        Pointer(torch.int32, "bits"), Pointer(torch.int32, "blocks"), heads, *lengths, own, other, over_keys
+    )
+    launch = Launch(
+        block_bits, len(blocks) * (own // 64) * (other // 128), {"mask": mod_of(function), "given": given},
+        {"num_warps": 4, "num_stages": 1},
+    )  # fmt: skip
+    _run(launch, function, ("bits", bits), ("blocks", blocks))
+
+
+def _run(launch: Launch, function: Function, *given: tuple[str, Tensor]) -> None:
+    """A launch that reads a function's operands after the tensors given by name."""
+    names = [name for name, _ in given] + [f"operand{n}" for n in range(len(function.operands))]
+    names += [f"number{n}" for n in range(len(function.numbers))]
+    tensors: Any = (*(x for _, x in given), *function.operands, *function.numbers)
+    run((Step(launch, tuple(names), given[0][1].device),), tensors)

@@ -1,7 +1,7 @@
 """Block lists: which blocks of keys each block of rows keeps, or of rows each block of keys; ``mods.block_mask``.
 
 A loop over a list is a loop over a range: it walks positions, and ``number_of`` says which block is at one. A list has
-partial blocks first, which the mask's function decides about, then full ones.
+partial blocks first, which the mask's function or bits decide about, then full ones.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Lists(NamedTuple):
         count: Blocks of this side.
         BLOCK: Elements of one, of this side.
         OTHER: Those of one of the other side.
+        BITS: Whether they have bits that decide about partial blocks, see ``block_mask.with_bits``.
         EDGES: Whether more than the end of a sequence, the same for all, may cut a full block.
     """
 
@@ -33,6 +34,7 @@ class Lists(NamedTuple):
     count: Any
     BLOCK: Any
     OTHER: Any
+    BITS: Any
     EDGES: Any
 
 
@@ -43,6 +45,15 @@ def bounds_of(lists, b, h, first, exists):
     there = exists & (block < lists.count)
     at = lists.bounds + (tl.cast(b, tl.int64) * lists.batch_step + tl.cast(h, tl.int64) * lists.head_step) + 3 * block
     return tl.load(at, mask=there, other=0), tl.load(at + 1, mask=there, other=0), tl.load(at + 2, mask=there, other=0)
+
+
+@triton.jit
+def bits_of(lists, b, h, first, start, exists):
+    """Where in ``items`` the bits of the block at position 0 would be, if the list from ``start`` on began there."""
+    WORDS: tl.constexpr = lists.BLOCK * lists.OTHER // 32
+    number = (b * lists.batch_step + h * lists.head_step) // 3 + first // lists.BLOCK
+    there = exists & (first // lists.BLOCK < lists.count)
+    return tl.load(lists.items + number, mask=there, other=0) - start * WORDS
 
 
 @triton.jit

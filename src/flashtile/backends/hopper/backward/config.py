@@ -112,6 +112,7 @@ class Config:
 
 # 128 queries: a left operand read from shared memory then serves 128 columns and not 64.
 WIDE_64 = Config(block_d=64, block_dv=64, block_m=128, v_stages=2)
+BY_TMA_64 = replace(WIDE_64, k_stages=1, v_stages=1, dq_tma=True)
 NARROW_64 = Config(block_d=64, block_dv=64, block_m=64, stages=3, v_stages=2, dq_width=32)
 # A third warpgroup for dq needs few registers: 64 beat 80. Head_dim 96 takes less time in parts of 64 and
 # 32 than in 128 columns or with a gradient a warpgroup.
@@ -131,7 +132,8 @@ SCORES_256 = replace(BASE_256, registers=192)
 THREE_STAGES_128 = replace(BASE_128, stages=3, k_stages=1)
 BY_TMA_128 = replace(BASE_128, k_stages=1, dq_tma=True)
 # Up to this length a tile has few steps, and loading the next tile's keys under it is worth most. Beyond it a third
-# buffer of queries is; under a causal mask and for packed sequences, adding to dq by TMA, which frees registers early.
+# buffer of queries is; under a causal mask, for packed sequences and lists with bits, adding to dq by TMA, which frees
+# registers early.
 SHORT = 1024
 
 # What a machine with the chip should compare, by name; the first of each head_dim is what the table chooses.
@@ -139,7 +141,7 @@ VARIANTS = {
     "64 wide": WIDE_64,
     "64 wide, 3 stages": replace(WIDE_64, stages=3, k_stages=1, v_stages=1),
     "64 narrow": NARROW_64,
-    "64 by TMA": replace(WIDE_64, k_stages=1, v_stages=1, dq_tma=True),
+    "64 by TMA": BY_TMA_64,
     "96": BASE_96,
     "128": BASE_128,
     "128, 3 stages": THREE_STAGES_128,
@@ -173,7 +175,8 @@ def choose(problem: Problem) -> Config:
         reads_intervals = problem.mask_mod.row_keys and not problem.mask_mod.mirrored
         takes_more = problem.softcap > 0 or reads_score_tensors or reads_intervals or two_sided
         takes_more = takes_more or problem.dropout_p > 0 or problem.score_function is not None or is_dear(problem)
-        return NARROW_64 if takes_more else WIDE_64
+        of_lists = BY_TMA_64 if problem.has_bits and problem.seqlen_q > SHORT else WIDE_64
+        return NARROW_64 if takes_more else of_lists
     if width == 192 and problem.head_dim_v <= 128:
         takes_more = problem.softcap > 0 or reads_score_tensors or problem.alibi or has_functions
         return BASE_192_128 if takes_more or (problem.deterministic and problem.band.unbounded) else KEYS_192_128
@@ -186,6 +189,6 @@ def choose(problem: Problem) -> Config:
         return BASE_96
     if problem.seqlen_q <= SHORT or problem.softcap > 0:
         return BASE_128
-    if problem.deterministic or (problem.band.right is None and not problem.varlen):
+    if problem.deterministic or (problem.band.right is None and not (problem.varlen or problem.has_bits)):
         return THREE_STAGES_128
     return BY_TMA_128

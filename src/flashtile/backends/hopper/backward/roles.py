@@ -159,7 +159,8 @@ class KeyRows:
     """64 keys of a sequence, and which rows keep each of them.
 
     ``first`` and ``last`` are those of each key, as ``from_thread_column`` counts them. Rows from ``clear_from`` on and
-    before ``clear_to`` keep all 64. Of a head's list the last ``num_full`` row blocks are full.
+    before ``clear_to`` keep all 64. ``listed``: how many row blocks at the end of a list are full, the position of
+    that end, and ``lists.bits_of``; () without lists.
     """
 
     b: gl.tensor
@@ -171,7 +172,7 @@ class KeyRows:
     last: gl.tensor
     clear_from: gl.tensor
     clear_to: gl.tensor
-    num_full: gl.tensor
+    listed: gl.tuple
 
 
 @gluon.jit
@@ -185,14 +186,16 @@ def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
     if grid.call.mods.band.bounds is not None:
         _, _, all_start, all_stop = bounds_of(b, records.get(tiles, "head"), key, grid, 1)
         cleared = (all_start, all_stop)
-    num_full = gl.to_tensor(0)
+    listed = ()
     if grid.call.mods.band.lists is not None:
-        num_full = records.get(tiles, "m_max") - records.get(tiles, "m_partial_max")
-    return kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, num_full, like, grid)
+        stop = records.get(tiles, "m_max")
+        num_full = stop - records.get(tiles, "m_partial_max")
+        listed = (num_full, stop, records.get(tiles, "bits"))  # type: ignore[assignment]
+    return kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, listed, like, grid)
 
 
 @gluon.jit
-def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, num_full, like, grid):
+def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, listed, like, grid):
     """The ``KeyRows`` of 64 keys, whose intervals say that rows from ``cleared[0]`` on and before [1] keep them all."""
     keys = key + gl.arange(0, PART_KEYS, gl.SliceLayout(1, like.type.layout))
     shift = seqlen_k - seqlen_q
@@ -208,7 +211,7 @@ def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, num_full, like, grid):
         start, end = intervals.ends_of(grid.call.mods.band.key_rows, b, head, keys, exists)
         first, last = gl.maximum(first, start), gl.minimum(last, end - 1)
     first, last = from_thread_column(first, like), from_thread_column(last, like)
-    return KeyRows(b, head, key, seqlen_q, seqlen_k, first, last, clear_from, clear_to, num_full)
+    return KeyRows(b, head, key, seqlen_q, seqlen_k, first, last, clear_from, clear_to, listed)
 
 
 @gluon.jit
@@ -219,9 +222,15 @@ def pairs_of(kept, rows, like, grid):
         across = gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))[None, :]
         read = functions.of_tile(grid.call.mods, kept.b, kept.head + rows.head, rows.start + across)
     head = kept.head + rows.head
-    is_partial = rows.remaining > kept.num_full
+    is_partial, bits = True, (0, 0)
+    if grid.call.mods.band.lists is not None:
+        num_full, stop, first = kept.listed
+        is_partial = rows.remaining > num_full
+        if grid.call.mods.band.lists.BITS:
+            position = stop - rows.remaining
+            bits = functions.bits_at(grid.call.mods.band.lists, first, position, kept.key, grid.tiles.BLOCK_M)
     return Pairs(
-        kept.b, head, rows.start, kept.key, kept.seqlen_q, kept.seqlen_k, True, 0, True, 0, 0, read, is_partial
+        kept.b, head, rows.start, kept.key, kept.seqlen_q, kept.seqlen_k, True, 0, True, 0, 0, read, is_partial, bits
     )
 
 
@@ -263,11 +272,22 @@ def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
     else:
         p = gl.exp2(mod.add_terms(s * mod.scale_log2, pairs, fetched, LOG2_E) - lse_log2)
         factor = p
-    if is_cut(pairs.row, kept, grid):
-        p = keep_rows(p, pairs, kept, grid)
-        factor = keep_rows(factor, pairs, kept, grid) if mod.has_softcap else p
-    p = mod.select(p, pairs, fetched, 0.0, grid.call.mods)
-    return p, mod.select(factor, pairs, fetched, 0.0, grid.call.mods) if mod.has_softcap else p
+    p = kept_of(p, kept, grid, mod, pairs, fetched)
+    return p, kept_of(factor, kept, grid, mod, pairs, fetched) if mod.has_softcap else p
+
+
+@gluon.jit
+def kept_of(p, kept, grid, mod, pairs, fetched):
+    """What a block is, 0 where the band, a mask or what lists have of it drop a pair."""
+    if grid.call.mods.band.lists is None:
+        if is_cut(pairs.row, kept, grid):
+            p = keep_rows(p, pairs, kept, grid)
+    else:
+        # Bits of lists say where a sequence ends, too.
+        if not grid.call.mods.band.lists.BITS or grid.call.mods.band.lists.EDGES:  # noqa: SIM102 compile-time conditions
+            if is_cut(pairs.row, kept, grid):
+                p = keep_rows(p, pairs, kept, grid)
+    return mod.select(p, pairs, fetched, 0.0, grid.call.mods)
 
 
 @gluon.jit
@@ -287,9 +307,7 @@ def mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
     else:
         s = s * LOG2_E
     p = gl.exp2(mod.add_terms(s, pairs, fetched, LOG2_E) - lse_log2)
-    if is_cut(pairs.row, kept, grid):
-        p = keep_rows(p, pairs, kept, grid)
-    p = mod.select(p, pairs, fetched, 0.0, grid.call.mods)
+    p = kept_of(p, kept, grid, mod, pairs, fetched)
     factor = p
     if grid.gradients.HAS_SLOPE or mod.has_softcap:
         factor = gl.where(p == 0.0, 0.0, p * slope)

@@ -145,6 +145,7 @@ class KeyTile:
     m_min: gl.tensor
     m_max: gl.tensor
     m_partial_max: gl.tensor
+    bits: gl.tensor
 
 
 @gluon.jit
@@ -202,26 +203,29 @@ def next_tile(grid):
         seqlen_q = gl.where(b < grid.call.keys.count, seqlen_q, 0)
     key = block * grid.tiles.KEYS
     last = gl.minimum(key + grid.tiles.KEYS, seqlen_k) - 1
-    m_partial_max = gl.to_tensor(0)
+    m_partial_max, bits = gl.to_tensor(0), gl.to_tensor(0)
     if grid.call.mods.band.lists is not None:
-        m_min, m_partial_max, m_max = listed_rows(b, head, key, is_end, grid)
+        m_min, m_partial_max, m_max, bits = listed_rows(b, head, key, is_end, grid)
     else:
         m_min, m_max = row_blocks_of(key, last, seqlen_q, seqlen_k, grid.call.mods.band, grid.tiles.BLOCK_M)
     if grid.call.mods.band.bounds is not None:
         inner = bounds_of(b, head, key, grid, grid.tiles.KEYS // BOUNDS_BLOCK)
         m_min, _, _, m_max = intervals.narrowed(m_min, m_min, m_max, m_max, inner, grid.tiles.BLOCK_M)
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
-    return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max, m_partial_max)
+    return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max, m_partial_max, bits)
 
 
 @gluon.jit
 def listed_rows(b, head, key, is_end, grid):
-    """(m_min, m_partial_max, m_max): positions of the row blocks that the list of keys from ``key`` on has."""
+    """(m_min, m_partial_max, m_max, bits): positions of row blocks in the list of keys from ``key`` on; its bits."""
     SPLIT: gl.constexpr = grid.call.mods.band.lists.OTHER // grid.tiles.BLOCK_M
     first, _ = query_heads(head, grid)
     exists = (b < grid.call.keys.count) & ~is_end
     start, full_start, stop = lists.bounds_of(grid.call.mods.band.lists, b, first, key, exists)
-    return start * SPLIT, full_start * SPLIT, stop * SPLIT
+    bits = gl.to_tensor(0)
+    if grid.call.mods.band.lists.BITS:
+        bits = lists.bits_of(grid.call.mods.band.lists, b, first, key, start, exists)
+    return start * SPLIT, full_start * SPLIT, stop * SPLIT, bits
 
 
 @gluon.jit
@@ -286,7 +290,7 @@ def key_blocks_of(first, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
 
 # What the producer tells the consumers of a tile. is_tile is 0 after the last one; row_block is where the workspace has
 # the first row block that the tile visits, with lists the sequence's.
-FIELDS = gl.constexpr("is_tile m_min m_max key head sequence start_k seqlen_q seqlen_k row_block m_partial_max")
+FIELDS = gl.constexpr("is_tile m_min m_max key head sequence start_k seqlen_q seqlen_k row_block m_partial_max bits")
 RECORD_SIZE = gl.constexpr(16)
 
 
@@ -308,6 +312,7 @@ def publish_tile(records, use, tile, grid):
         row_block += tile.m_min
     else:
         record = gl.where(slot == slot_of(FIELDS, "m_partial_max"), tile.m_partial_max, record)
+        record = gl.where(slot == slot_of(FIELDS, "bits"), tile.bits, record)
     record = gl.where(slot == slot_of(FIELDS, "row_block"), row_block, record)
     records.ring.at(use).store(record)
     records.ring.publish(use)

@@ -290,7 +290,7 @@ def rows_of_step(rings, step, grid, like):
             cleared = (all_start, all_stop)
         head, _ = query_heads(head, grid)
     seqlen_q, seqlen_k = records.get(0, "seqlen_q"), records.get(0, "seqlen_k")
-    kept = kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, gl.to_tensor(0), like, grid)
+    kept = kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, (), like, grid)
     return kept, RowBlock(row, step.head, step.block, step.remaining)
 
 

@@ -237,7 +237,7 @@ def rising(loop):
     """The same blocks from the first to the last: ``n_block`` and ``n_block_min`` change places."""
     return KeyLoop(
         loop.is_tile, loop.n_block_min, loop.n_block, loop.n_full_min, loop.n_full_max, loop.skipped, loop.first_keys,
-        loop.last_keys, loop.slope, loop.read, loop.n_partial_max, loop.cipher,
+        loop.last_keys, loop.slope, loop.read, loop.n_partial_max, loop.cipher, loop.bits,
     )  # fmt: skip
 
 

@@ -11,6 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device.mods import At, count
+from flashtile.backends.hopper.device.fragments import as_before, by_thread, thread_start
+from flashtile.backends.hopper.device.inline_ptx import keep_by_bits
 
 
 @gluon.constexpr_function
@@ -118,7 +120,44 @@ def fetch(mods, pairs, x):
     LAST: gl.constexpr = count(mods.MASKS) - 1
     if has_mask_mod(mods.MASKS) and mods.band.lists is None:
         fetched = fetched + (_fetch(mods.masks[LAST], pairs.read[len(pairs.read) - 1], pairs, x),)
+    if mods.band.lists is not None:  # noqa: SIM102 compile-time conditions
+        if mods.band.lists.BITS:
+            fetched = fetched + (_load_bits(mods.band.lists, pairs, x),)
     return fetched
+
+
+@gluon.jit
+def bits_at(lists, first, position, own, TILE: gl.constexpr):
+    """(where a row of 64 elements by TILE has its bits, how many bits of each number are other elements').
+
+    Args:
+        lists: ``Lists`` with bits.
+        first: ``lists.bits_of``.
+        position: Of a tile of the other side in its list.
+        own: The first element of this side.
+        TILE: Elements of such a tile.
+    """
+    SPLIT: gl.constexpr = lists.OTHER // TILE
+    at = first + position // SPLIT * (lists.BLOCK * lists.OTHER // 32) + own % lists.BLOCK * 4
+    if TILE % 128 == 0:
+        return at + position % SPLIT * (TILE // 128 * lists.BLOCK * 4), 0
+    else:
+        col = position % SPLIT * TILE
+        return at + col // 128 * (lists.BLOCK * 4), col % 128 // 4
+
+
+@gluon.jit
+def _load_bits(lists, pairs, x):
+    """[M, 4]: the bits of each thread's elements, none but of partial blocks."""
+    row, col = thread_start(x)
+    return gl.load(lists.items + pairs.bits[0] + (row * 4 + col // 2), mask=pairs.is_partial, other=0) >> pairs.bits[1]
+
+
+@gluon.jit
+def _keep_bits(x, bits, fill: gl.constexpr):
+    """[M, N] x, ``fill`` where the bits of ``_load_bits`` are 0."""
+    FILL: gl.constexpr = "0f00000000" if fill == 0.0 else "0fFF800000"
+    return as_before(keep_by_bits(by_thread(x), bits, x.shape[1] // 2, FILL), x)
 
 
 @gluon.jit
@@ -142,7 +181,11 @@ def linear(s, mods, pairs, fetched):
 
 @gluon.jit
 def select(x, mods, pairs, fetched, fill):
-    """The block, ``fill`` where the mask mod, if there is one, drops a pair; fetched: what it loads is the last."""
+    """The block, ``fill`` where the mask mod or bits of lists drop a pair; fetched: what it loads is the last."""
+    if mods.band.lists is not None:  # noqa: SIM102 compile-time conditions
+        if mods.band.lists.BITS:  # noqa: SIM102
+            if pairs.is_partial:
+                x = _keep_bits(x, fetched[len(fetched) - 1], fill)
     if has_mask_mod(mods.MASKS):
         LAST: gl.constexpr = count(mods.MASKS) - 1
         if mods.band.lists is None:

@@ -173,6 +173,33 @@ def keep(x, words, fill, BITS: gl.constexpr):
     return gl.inline_asm_elementwise(_keep_ptx(BITS), "=f,f,r,f", [x, words, fill], gl.float32, True, 1)
 
 
+@gluon.constexpr_function
+def _bits_ptx(count, fill):
+    """Selections by bit, one row's after the other's, rising: so ptxas moves seven bits to predicates at once."""
+    lines = ["{ .reg .pred p; .reg .b32 a;"]
+    for row in range(2):
+        for n in range(count // 2):
+            e, word = 2 * row + n // 2 * 4 + n % 2, 2 * count + 2 * row
+            lines.append(f"and.b32 a, ${word}, {1 << n}; setp.ne.s32 p, a, 0; selp.f32 ${e}, ${count + e}, {fill}, p;")
+    return " ".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _bits_constraints(count):
+    return ",".join(["=&f"] * count + ["f"] * count + ["r"] * count)
+
+
+@gluon.jit
+def keep_by_bits(t, words, COUNT: gl.constexpr, FILL: gl.constexpr):
+    """[M, COUNT // 4, 4, 2] of an accumulator ``by_thread``, FILL, of which the bits are given, where a bit is 0.
+
+    ``words`` [M, 4] have a bit for each element of a thread's row.
+    """
+    return gl.inline_asm_elementwise(
+        _bits_ptx(COUNT, FILL), _bits_constraints(COUNT), [t, words[:, None, :, None]], gl.float32, True, COUNT
+    )
+
+
 @gluon.jit
 def rescale(acc, factor, WIDTH: gl.constexpr):
     """``acc * factor`` by rows; each warp skips those of its upper and of its lower 8 rows of which every factor is 1.

@@ -47,7 +47,8 @@ class Pairs:
         warpgroup: The one that computes it.
         slope: ALiBi's.
         read: ``functions.of_tile``.
-        is_partial: Whether the mask's function is to decide about the block.
+        is_partial: Whether the mask's function or bits are to decide about the block.
+        bits: Where those are, ``functions.bits_at``.
     """
 
     b: gl.tensor
@@ -63,6 +64,7 @@ class Pairs:
     slope: gl.tensor | gl.constexpr
     read: gl.tuple
     is_partial: gl.tensor | gl.constexpr
+    bits: gl.tuple
 
     @gluon.jit
     def distances(self, x):

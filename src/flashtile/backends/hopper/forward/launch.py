@@ -202,6 +202,8 @@ def meets_edges(problem: Problem, config: Any, equal_lengths: bool) -> bool:
     left, right = problem.band.left, problem.band.right
     # Only the device knows where masks of blocks and rows have edges.
     is_given = problem.intervals or problem.listed != ()
+    if problem.has_bits and problem.band.unbounded and not problem.varlen:
+        return False
     if left is not None or right is None or is_given:
         return left is not None or is_given
     if config.pack_gqa and problem.group_size & (problem.group_size - 1):

@@ -232,16 +232,20 @@ def right_of(b, call):
 
 @gluon.jit
 def listed_blocks(tile, call, schedule):
-    """(n_block_min, n_partial_max, n_block_max) of a tile whose list says what it loads, as positions in it.
+    """(n_block_min, n_partial_max, n_block_max, bits) of a tile whose list says what it loads, as positions in it.
 
-    The mask's function decides about blocks before n_partial_max.
+    The mask's function or bits, see ``lists.bits_of``, decide about blocks before n_partial_max.
     """
     SPLIT: gl.constexpr = call.mods.band.lists.OTHER // schedule.BLOCK_N
     exists = (tile.b < call.queries.count) & (tile.row >= 0)
     start, full_start, stop = lists.bounds_of(call.mods.band.lists, tile.b, tile.head, tile.row, exists)
     is_empty = start >= stop
     n_block_min = gl.where(is_empty, NOWHERE, start * SPLIT)
-    return n_block_min, full_start * SPLIT, gl.where(is_empty, NOWHERE + 1, stop * SPLIT)
+    n_partial_max, bits = full_start * SPLIT, gl.to_tensor(0)
+    if call.mods.band.lists.BITS:
+        n_partial_max = gl.where(is_empty | tile.is_end, -1, n_partial_max)
+        bits = lists.bits_of(call.mods.band.lists, tile.b, tile.head, tile.row, start, exists)
+    return n_block_min, n_partial_max, gl.where(is_empty, NOWHERE + 1, stop * SPLIT), bits
 
 
 @gluon.jit
@@ -311,7 +315,7 @@ RECORD_SIZE = gl.constexpr(32)
 def publish_tile(records, use, tile, call, schedule):
     """Writes a tile's record into a claimed buffer; each thread writes one number."""
     if call.mods.band.lists is not None:
-        n_block_min, n_partial_max, n_block_max = listed_blocks(tile, call, schedule)
+        n_block_min, n_partial_max, n_block_max, bits = listed_blocks(tile, call, schedule)
     else:
         n_block_min, n_block_max = key_blocks(tile, call, schedule)
     slot = gl.arange(0, RECORD_SIZE, gl.BlockedLayout([1], [32], [1], [0]))
@@ -340,6 +344,7 @@ def publish_tile(records, use, tile, call, schedule):
         record = gl.where(own == slot_of(OWN_FIELDS, "skipped"), skipped, record)
     if call.mods.band.lists is not None:
         record = gl.where(own == slot_of(OWN_FIELDS, "n_partial_max"), n_partial_max, record)
+        record = gl.where(slot == slot_of(FIELDS, "right"), bits, record)
     if schedule.PACK_GQA:
         query, head = query_of(tile.row + warpgroup * schedule.BLOCK_M, call, schedule)
         record = gl.where(own == slot_of(OWN_FIELDS, "query"), query, record)

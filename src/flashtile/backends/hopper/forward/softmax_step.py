@@ -69,6 +69,7 @@ class KeyLoop:
     read: gl.tuple
     n_partial_max: gl.tensor
     cipher: gl.tuple
+    bits: gl.tensor
 
 
 @aggregate
@@ -97,10 +98,11 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
     positions, seqlen_k = rows, call.keys.length
     # Without a band, all blocks are full but the one in which the keys end.
     LISTED: gl.constexpr = call.mods.band.lists is not None
-    n_partial_max = gl.to_tensor(0)
+    n_partial_max, bits = gl.to_tensor(0), gl.to_tensor(0)
     if LISTED:
         n_full_max = seqlen_k // schedule.BLOCK_N
         n_partial_max = records.get_own(tiles, "n_partial_max", WARPGROUP)
+        bits = records.get(tiles, "right")
     else:
         n_full_max = n_block_max - gl.where((seqlen_k & (schedule.BLOCK_N - 1)) > 0, 1, 0)
     HAS_BOUNDS: gl.constexpr = call.mods.band.bounds is not None
@@ -143,7 +145,7 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
         cipher = cipher_of(call, where.b, where.head)
     return KeyLoop(
         n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys, slope, read,
-        n_partial_max, cipher,
+        n_partial_max, cipher, bits,
     )  # fmt: skip
 
 
@@ -157,12 +159,14 @@ def block_pairs(records, tiles, use, loop, n_block, number, call, schedule, is_t
         seqlen_k = records.get(tiles, "seqlen_k")
     # After the last tile a record's row is arbitrary.
     seqlen_q = gl.where(loop.is_tile, where.length, -(2**30))
-    is_partial = True
+    is_partial, bits = True, (0, 0)
     if call.mods.band.lists is not None:
         is_partial = n_block < loop.n_partial_max
+        if call.mods.band.lists.BITS:
+            bits = functions.bits_at(call.mods.band.lists, loop.bits, n_block, row, schedule.BLOCK_N)
     return Pairs(
         where.b, where.head, row, number * schedule.BLOCK_N, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP,
-        loop.slope, loop.read, is_partial,
+        loop.slope, loop.read, is_partial, bits,
     )  # fmt: skip
 
 
@@ -288,7 +292,8 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     s, shift = shape_scores(s, mod, pairs, fetched, call, loop, edge, schedule.HAS_EDGES)
     # A bias may be -inf, too, and what a function returns.
     terms: gl.constexpr = len(mod.terms) + len(mod.early) + len(mod.alibi_by_mma)
-    may_be_empty: gl.constexpr = schedule.HAS_EDGES or terms + len(mod.masks) + len(loop.read) > 0
+    listed: gl.constexpr = call.mods.band.lists is not None
+    may_be_empty: gl.constexpr = schedule.HAS_EDGES or listed or terms + len(mod.masks) + len(loop.read) > 0
     tops = mod.release(pairs, row_tops(s, row_max, mod.scale_log2, shift))
     row_max, finite_max, factor = softmax.raise_max(row_max, tops, may_be_empty)
     e = exponentials(s, mod.scale_log2, finite_max, shift)
