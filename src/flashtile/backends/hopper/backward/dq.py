@@ -19,6 +19,7 @@ from flashtile.backends.hopper.backward.scheduler import (
 )
 from flashtile.backends.hopper.device.gluon_compat import aggregate, thread_barrier, tma_add, tma_store_wait
 from flashtile.backends.hopper.device.parts import (
+    box_of,
     make_rings,
     num_parts,
     part_at,
@@ -69,7 +70,8 @@ class Channels:
         values: The same; None for dv alone.
         dscores: Their gradients, handed to the warpgroups that compute dq, a part for 64 keys; None without dq.
         probs: What the first warpgroup hands over where each owns one gradient (``by_gradient``), else None.
-        out: Through what dk and dv leave, for each warpgroup buffers of 128 columns; None where they own one.
+        out: Through what dk and dv leave, for each warpgroup buffers of 128 columns, which may be those of the values;
+            None where they own one.
         dq: Where this warpgroup adds to dq; None for those that do not.
 
     ``by_gradient``, dk leaves through the buffers of dscores and dv through those of probs; if nothing is
@@ -122,6 +124,8 @@ def make_channels(grid):
     if by_gradient:
         of_probs: gl.constexpr = gl.bfloat16 if grid.gradients.HAS_SLOPE else gl.float16
         probs = make_ring(of_probs, [PART_KEYS, ROWS], ds_layout, ds_stages, 1 if grid.gradients.HAS_DSCORES else 0)
+    elif grid.tiles.OUT_IN_VALUES:
+        out = values[0].buffers
     else:
         cols: gl.constexpr = width_of(COLS, -1)
         out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, cols], dtype)
@@ -177,9 +181,12 @@ def add_accumulators(out, offset, acc, WIDTH: gl.constexpr):
     t = in_order(acc, WIDTH)
     if out.desc is not None:
         tma_store_wait(0)
-        out.buffer.store(gl.reshape(t, [WIDTH // 2, 128]))
+        LINES: gl.constexpr = out.desc.block_type.shape[0]
+        own = box_of(out.buffer, 0, WIDTH // 2, 0)
+        own.store(gl.reshape(t, [WIDTH // 2, 128]))
         fence_async_shared()
-        tma_add(out.desc, [(offset // 128).to(gl.int32), 0], out.buffer)
+        for i in gl.static_range(WIDTH // 2 // LINES):
+            tma_add(out.desc, [(offset // 128).to(gl.int32) + i * LINES, 0], box_of(own, i * LINES, LINES, 0))
     else:
         add_from_registers(out.ptr, offset, t)
 
@@ -263,3 +270,5 @@ def dq_consumer(channels, grid):
                 channels.keys[0].release(key_use)
                 key_use += 1
             tiles = records.next(tiles)
+        if channels.dq.desc is not None:
+            tma_store_wait(0)
