@@ -13,7 +13,6 @@ import torch
 
 from flashtile.backends import hopper as hopper_backend
 from flashtile.backends.gpu.trial import trial
-from flashtile.backends.hopper.backward import config as backward_tiles
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward import launch
 from flashtile.backends.hopper.quantized import config as quantized_config
@@ -75,20 +74,15 @@ def test_compiled_kernels_under_the_rule(case: Case, at_wait: bool) -> None:
         judge(build(case, torch.bfloat16), "hopper")
 
 
-# Tiles of calls longer than these.
-LONG = (
-    (Case("causal", batch=1, seqlen_q=140, seqlen_k=270, heads=1, kv_heads=1, head_dim=96, causal=True),
-     {"hopper_forward": tiles.HELD_96}),
-    (Case("varlen", batch=3, lengths=((70, 130), (0, 150), (100, 30)), heads=1, kv_heads=1, head_dim=128),
-     {"hopper_backward": backward_tiles.EVEN_128}),
-)  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("at_wait", [True, False])
-@pytest.mark.parametrize(("case", "used"), LONG, ids=str)
-def test_tiles_of_long_calls(case: Case, used: dict[str, Any], at_wait: bool) -> None:
-    with trial(**used), hopper.on_cpu(Options(seed=3, product_at_wait=at_wait, strict_fences=True), 2):
+def test_queries_in_registers(at_wait: bool) -> None:
+    """As long calls have them."""
+    case = Case("full", batch=1, seqlen_q=200, seqlen_k=270, heads=1, kv_heads=1, head_dim=96)
+    with (
+        trial(hopper_forward=tiles.HELD_96),
+        hopper.on_cpu(Options(seed=3, product_at_wait=at_wait, strict_fences=True), 1),
+    ):
         judge(build(case, torch.bfloat16), "hopper")
 
 

@@ -117,48 +117,22 @@ def test_groups_of_query_heads_have_gqa_splits(count: int, case: Case) -> None:
     assert used
 
 
-# Sequences without rows, the first and the last tiles of a program among them; without keys; rows that see no key.
-EVEN = (
-    ("qkv", 1, Case("varlen", batch=5, lengths=((0, 200), (130, 150), (90, 0), (70, 260), (0, 40)), head_dim=128,
-                    heads=2, kv_heads=1, spare=150)),
-    ("kv", 2, Case("varlen", batch=3, lengths=((0, 300), (70, 130), (130, 70)), head_dim=120, heads=2, kv_heads=1)),
-    ("v", 1, Case("varlen", batch=2, lengths=((70, 130), (0, 150)), head_dim=128, heads=1, kv_heads=1)),
-    ("qkv", 2, Case("window", batch=1, seqlen_q=200, seqlen_k=300, head_dim=128, heads=3, kv_heads=1,
-                    window=(100, None), dropout=0.2, lse_grad=True)),
-)  # fmt: skip
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("names", "count", "case"), EVEN, ids=str)
-def test_gradients_that_leave_through_the_values(names: str, count: int, case: Case) -> None:
-    splits = mock.patch.object(scheduler, "gqa_splits", lambda *args: count)
-    for seed in range(2):
-        with splits, on_cpu(seed, 1 + seed, backward=backward_tiles.EVEN_128):
-            judge(build(case, torch.bfloat16).wanting(tuple(names)), "hopper")
-
-
-def test_long_calls_without_a_causal_mask_have_even_tiles() -> None:
-    chosen = {
-        (128, Band()): backward_tiles.EVEN_128, (128, Band(None, 0)): backward_tiles.BY_TMA_128,
-        (96, Band()): backward_tiles.BY_TMA_96,
-    }  # fmt: skip
-    for (dim, band), config in chosen.items():
+def test_sums_in_a_fixed_order_are_added_from_registers() -> None:
+    for dim in (96, 128):
         for varlen in (False, True):
-            assert backward_tiles.choose(_problem(dim, band, varlen=varlen)) == config
-            ordered = backward_tiles.choose(_problem(dim, band, varlen=varlen, deterministic=True))
-            assert ordered == backward_tiles.in_chain(config) and not ordered.dq_tma
+            config = backward_tiles.choose(_problem(dim, Band(None, 0), varlen=varlen))
+            ordered = backward_tiles.choose(_problem(dim, Band(None, 0), varlen=varlen, deterministic=True))
+            assert config.dq_tma and ordered == backward_tiles.in_chain(config) and not ordered.dq_tma
 
 
-@pytest.mark.parametrize("seqlen", [2048, 4096, 16384])
-def test_heads_at_once_of_sums_in_a_fixed_order(seqlen: int) -> None:
-    """As many as wait least, unless what they load in turn is more than L2 holds: then as few as fill the GPU."""
-    found = {}
-    for dim in (64, 128):
+@pytest.mark.parametrize(("dim", "seqlen", "heads"), [(64, 4096, 33), (64, 16384, 32), (96, 4096, 33), (128, 2048, 8),
+                                                      (128, 4096, 4), (128, 16384, 1)])  # fmt: skip
+def test_heads_at_once_of_sums_in_a_fixed_order(dim: int, seqlen: int, heads: int) -> None:
+    for ordered in (True, False):
         p = _problem(dim, Band(), batch=32768 // seqlen, num_heads_q=16, num_heads_kv=16, seqlen_q=seqlen,
-                     deterministic=True)  # fmt: skip
-        found[dim] = launch._heads_at_once(p, backward_tiles.choose(p), 16, seqlen, seqlen, 132)
-    many = {2048: 33, 4096: 33, 16384: 32}[seqlen]
-    assert found == {64: 33 if seqlen < 16384 else 1, 128: {2048: many, 4096: 4, 16384: 1}[seqlen]}
+                     deterministic=ordered)  # fmt: skip
+        found = launch._heads_at_once(p, backward_tiles.choose(p), 16, seqlen, seqlen, 132)
+        assert found == (heads if ordered else 1)
 
 
 def test_few_key_heads_are_split_and_many_are_not() -> None:

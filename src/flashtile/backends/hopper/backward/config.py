@@ -44,8 +44,6 @@ class Config:
         dq_width: Columns of dq that a warpgroup computes at once.
         dq_tma: Whether dq is added by TMA, through shared memory, instead of from registers. Sums in a fixed order are
             always added from registers.
-        out_in_values: Whether dk and dv leave through the buffers of the values, which the next tile's can then enter
-            late, instead of buffers of their own.
         registers: What setmaxnreg gives a computing thread.
         dq_registers: The same for a third warpgroup, which computes dq; 0: there is none, and the two compute dq.
     """
@@ -60,7 +58,6 @@ class Config:
     ds_stages: int = 2
     dq_width: int = 64
     dq_tma: bool = False
-    out_in_values: bool = False
     registers: int = 240
     dq_registers: int = 0
 
@@ -76,8 +73,6 @@ class Config:
             raise ValueError(f"a warpgroup with one gradient has no registers for dq: {self}")
         if self.dq_registers > 0 and (self.block_m != 64 or narrowest(self.dq_width) != self.dq_width):
             raise ValueError(f"a third warpgroup adds dq of 64 queries: {self}")
-        if self.out_in_values and (self.by_gradient or self.block_d != self.block_dv or self.block_dv > 128):
-            raise ValueError(f"dk leaves through one part of the values: {self}")
         if 2 * self.registers + self.dq_registers + PRODUCER_REGISTERS > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
         if self.shared_bytes > SHARED_BYTES:
@@ -107,7 +102,6 @@ class Config:
         dscores = self.ds_stages * self.block_n * self.block_m
         # What leaves one gradient at a time leaves through the probabilities' or the dscores' buffers.
         out = self.block_n * (self.ds_stages * self.block_m if self.by_gradient else min(self.block_d, 128))
-        out = 0 if self.out_in_values else out
         dq = (1 if self.dq_registers else 2) * 64 * self.dq_width if self.dq_tma else 0
         return 2 * (keys + rows + dscores + out) + 4 * dq + self.stages * 2 * self.block_m * 4 + 1024
 
@@ -137,10 +131,8 @@ BASE_256 = replace(BASE_192, block_d=256, block_dv=256, k_stages=1, registers=20
 SCORES_256 = replace(BASE_256, registers=192)
 THREE_STAGES_128 = replace(BASE_128, stages=3, k_stages=1)
 BY_TMA_128 = replace(BASE_128, k_stages=1, dq_tma=True)
-# What dk and dv leave through is a second buffer of keys: worth more where no mask makes tiles differ.
-EVEN_128 = replace(BY_TMA_128, k_stages=2, out_in_values=True)
-# Up to this length a tile has few steps, and loading the next tile's keys under it is worth most. Beyond it adding to
-# dq by TMA, which frees registers early, is; in a fixed order, which cannot, a third buffer of queries.
+# Up to this length a tile has few steps, and loading the next tile's keys under it is worth most. Beyond it a third
+# buffer of queries is; under a causal mask and for packed sequences, adding to dq by TMA, which frees registers early.
 SHORT = 1024
 
 # What a machine with the chip should compare, by name; the first of each head_dim is what the table chooses.
@@ -154,7 +146,6 @@ VARIANTS = {
     "128": BASE_128,
     "128, 3 stages": THREE_STAGES_128,
     "128 by TMA": BY_TMA_128,
-    "128, even tiles": EVEN_128,
     "128 by gradient": BY_GRADIENT_128,
     "160": BASE_160,
     "192": BASE_192,
@@ -167,7 +158,7 @@ VARIANTS = {
 
 def in_chain(config: Config) -> Config:
     """The configuration of a chain's calls in its place, which take less time with it."""
-    return {BY_TMA_96: BASE_96, BY_TMA_128: THREE_STAGES_128, EVEN_128: THREE_STAGES_128}.get(config, config)
+    return {BY_TMA_96: BASE_96, BY_TMA_128: THREE_STAGES_128}.get(config, config)
 
 
 def choose(problem: Problem) -> Config:
@@ -197,6 +188,6 @@ def choose(problem: Problem) -> Config:
         return BASE_96 if problem.deterministic else BY_TMA_96
     if problem.seqlen_q <= SHORT or problem.softcap > 0:
         return BASE_128
-    if problem.deterministic:
+    if problem.deterministic or (problem.band.right is None and not problem.varlen):
         return THREE_STAGES_128
-    return EVEN_128 if problem.band.right is None else BY_TMA_128
+    return BY_TMA_128

@@ -70,8 +70,7 @@ class Channels:
         values: The same; None for dv alone.
         dscores: Their gradients, handed to the warpgroups that compute dq, a part for 64 keys; None without dq.
         probs: What the first warpgroup hands over where each owns one gradient (``by_gradient``), else None.
-        out: Through what dk and dv leave, for each warpgroup buffers of 128 columns, which may be those of the values;
-            None where they own one.
+        out: Through what dk and dv leave, for each warpgroup buffers of 128 columns; None where they own one.
         dq: Where this warpgroup adds to dq; None for those that do not.
 
     ``by_gradient``, dk leaves through the buffers of dscores and dv through those of probs; if nothing is
@@ -124,8 +123,6 @@ def make_channels(grid):
     if by_gradient:
         of_probs: gl.constexpr = gl.bfloat16 if grid.gradients.HAS_SLOPE else gl.float16
         probs = make_ring(of_probs, [PART_KEYS, ROWS], ds_layout, ds_stages, 1 if grid.gradients.HAS_DSCORES else 0)
-    elif grid.tiles.OUT_IN_VALUES:
-        out = values[0].buffers
     else:
         cols: gl.constexpr = width_of(COLS, -1)
         out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, cols], dtype)

@@ -325,7 +325,7 @@ def _main_launch(
         _gradients(p, tensors, dout, config, work, adds),
         _main_work(p, config, work),
         Schedule(at_once, heads, all_heads, first_head, splits, keys_fall(p), chained is not None),
-        _tiles(p, config),
+        _tiles(config),
     )
     blocks = -(-rows_k // config.block_n) * p.batch
     if p.varlen:
@@ -420,13 +420,12 @@ def keys_fall(problem: Problem) -> bool:
     return problem.band.left is not None
 
 
-def _tiles(problem: Problem, config: Config) -> Tiles:
+def _tiles(config: Config) -> Tiles:
     c, has_third = config, config.dq_registers > 0
     share = c.block_d if c.block_m == 128 or has_third else c.block_d // 2
     return Tiles(
         c.block_m, c.block_n, c.block_n // configs.PART_KEYS, c.stages, c.k_stages, c.v_stages, c.ds_stages,
         1 if has_third else 2, share, c.dq_width, c.registers, c.dq_registers,
-        c.out_in_values and (problem.grads.q or problem.grads.k),
     )  # fmt: skip
 
 
@@ -435,21 +434,18 @@ def _heads_at_once(problem: Problem, config: Config, heads: int, rows_q: int, ro
 
     As many heads as have q, dout and float32 dq that fit L2, but enough for about one tile for each multiprocessor, two
     if their rows do not far exceed L2, and as many in the last group: else its longest tiles run alone at the end. In a
-    fixed order the tiles of a head wait for one another: then two multiprocessors in three need a tile.
-
-    In a fixed order without a mask, unless tiles have 64 keys and so add to dq twice as often, the tiles of many heads
-    wait least. After a while those at work on a head are evenly spread over its rows, so that what one loads the next
-    finds in L2 only if what all heads load meanwhile fits. Else heads are as few as fill the GPU.
+    fixed order the tiles of a head wait for one another: then two multiprocessors in three need a tile. In a fixed
+    order without a mask many heads run at once, unless tiles have 64 keys and so add to dq twice as often; and as few
+    as fill the GPU where both the steps are short and the warpgroups of the keys wait for their turn.
     """
     p = problem
     gqa_splits, heads = -(-heads // p.num_heads_kv), heads * (1 if p.varlen else p.batch)
-    row_bytes = -(-p.group_size // gqa_splits) * config.block_d * (2 * 2 + 4)
     blocks = -(-(min(rows_k, p.seqlen_k) if p.varlen else rows_k) // config.block_n)
     if p.band.unbounded and not p.listed and not (p.deterministic and config.by_gradient):
-        many = min(heads, -(-num_sms // 4)) if p.deterministic else 1
-        meanwhile = many * many * min(rows_q, p.seqlen_q) * row_bytes // num_sms
-        return many if meanwhile <= 4 * _CACHE_BYTES // 5 else min(many, max(1, num_sms // blocks))
-    a_head = rows_q * row_bytes
+        waits = config.block_m == configs.PART_KEYS and config.dq_registers == 0
+        many = max(1, num_sms // max(1, blocks)) if waits else -(-num_sms // 4)
+        return min(heads, many, -(-num_sms // 4)) if p.deterministic else 1
+    a_head = rows_q * -(-p.group_size // gqa_splits) * config.block_d * (2 * 2 + 4)
     filled = 2 * num_sms // 3 if p.deterministic else 19 * num_sms // 20
     twice = 0 if p.deterministic else min(-(-2 * filled // max(1, blocks)), 3 * _CACHE_BYTES // a_head)
     least = max(1, _CACHE_BYTES // a_head, -(-filled // max(1, blocks)), twice)

@@ -102,7 +102,6 @@ class Tiles(NamedTuple):
         PARTS: Of 64 keys each in a tile.
         DQ_WARPGROUPS: How many compute dq.
         DQ_SHARE: Columns of 64 rows of a row block's dq that each of them has.
-        OUT_IN_VALUES: As of ``Config``, unless the call needs no values, for dv alone.
     """
 
     BLOCK_M: Any
@@ -117,7 +116,6 @@ class Tiles(NamedTuple):
     DQ_WIDTH: Any
     REGISTERS: Any
     DQ_REGISTERS: Any
-    OUT_IN_VALUES: Any
 
 
 class KeyGrid(NamedTuple):

@@ -144,14 +144,7 @@ def producer(channels, grid):
                     m = tile.m_min
                     head += 1
                     row_blocks += head_blocks
-            if grid.tiles.OUT_IN_VALUES:
-                if steps == 0:
-                    # What such a tile's zeros leave through.
-                    channels.values[0].acquire(key_use, 0)
-                    channels.keys[0].acquire(key_use, 0)
-                key_use += 1
-            else:
-                key_use += gl.where(steps > 0, 1, 0)
+            key_use += gl.where(steps > 0, 1, 0)
 
 
 @gluon.jit
@@ -499,7 +492,7 @@ def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
                     dk, dv = step(channels, used, key_use, dk, dv, rows, kept, None, grid, mod, False, WARPGROUP)
                     rows = next_rows(rows, records, tiles, grid)
                     used += 1
-            if grid.gradients.HAS_DSCORES and not grid.tiles.OUT_IN_VALUES:
+            if grid.gradients.HAS_DSCORES:
                 channels.values[0].release(key_use)
             if computes_dq:
                 channels.dscores.wait(used - 1)
@@ -512,17 +505,10 @@ def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
             channels.keys[0].release(key_use)
             key_use += 1
         else:
-            if grid.tiles.OUT_IN_VALUES:
-                channels.keys[0].skip(key_use, 1, True)
-                channels.values[0].wait(key_use)
-                key_use += 1
             dv = of_kept(dv, grid)
             store_gradient(grid.gradients.dv, dv, records, tiles, channels.out, grid, grid.call.v.BLOCK_DIM, WARPGROUP)
         dk = times(dk, grid.gradients.scale)
         store_gradient(grid.gradients.dk, dk, records, tiles, channels.out, grid, grid.call.q.BLOCK_DIM, WARPGROUP)
-        if grid.tiles.OUT_IN_VALUES:
-            tma_store_wait(0)
-            channels.values[0].release(key_use - 1)
         tiles = records.next(tiles)
     tma_store_wait(0)
 
