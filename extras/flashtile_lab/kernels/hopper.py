@@ -290,7 +290,6 @@ def _backward_problems() -> list[Problem]:
     for dim, dim_v in ((96, 96), (192, 192), (192, 128), (160, 160)):
         others += [_problem(dim, band, head_dim_v=dim_v) for band in (_FULL, _CAUSAL)]
         others += [_problem(dim, _WINDOW, head_dim_v=dim_v, **_EVERYTHING | more) for more in ({}, {"mask": True})]
-    others += [_problem(96, _CAUSAL, **more) for more in ({"deterministic": True}, {"dropout_p": 0.1})]
     some = ((128, "q"), (64, "kv"), (256, "v"), (256, "q"), (256, "kv"), (64, "q"), (128, "kv"))
     return _usual() + others + _with_mods(128, 64, 256) + [_wanting(dim, names) for dim, names in some]
 
