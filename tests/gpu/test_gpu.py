@@ -39,6 +39,13 @@ LARGE = (
     Case("large_odd", seqlen_q=1021, seqlen_k=997, heads=4, kv_heads=4, head_dim=64),
     Case("large_dims_80", seqlen_q=500, seqlen_k=700, heads=4, kv_heads=4, head_dim=80, causal=True),
     Case("large_dims_96", seqlen_q=512, seqlen_k=512, heads=4, kv_heads=4, head_dim=96),
+    Case("large_128_full", seqlen_q=1100, seqlen_k=1300, heads=4, kv_heads=2, head_dim=128, sinks=True, lse_grad=True),
+    Case("varlen_large_128_full", batch=5, lengths=((1100, 700), (0, 300), (1025, 1100), (64, 0), (0, 130)), heads=4,
+         kv_heads=2, head_dim=120, spare=200),
+    Case("large_dims_96_full", seqlen_q=1100, seqlen_k=1300, heads=4, kv_heads=2, head_dim=96),
+    Case("large_dims_96_causal", seqlen_q=1111, seqlen_k=1300, heads=4, kv_heads=4, head_dim=88, causal=True),
+    Case("varlen_large_96", batch=3, lengths=((1100, 700), (0, 300), (1025, 1100)), heads=4, kv_heads=2, head_dim=96,
+         causal=True),
     Case("large_dims_192_128", seqlen_q=512, seqlen_k=512, head_dim=192, head_dim_v=128, causal=True),
     Case("large_512", seqlen_q=777, seqlen_k=1000, heads=4, kv_heads=2, head_dim=512, causal=True),
     Case("large_512_packed", lengths=((300, 500), (900, 64), (1, 700)), kv_heads=1, head_dim=320, window=(200, 30)),
@@ -144,7 +151,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("kwargs", [{}, {"causal": True}, {"causal": True, "window_size": (100, 0)}], ids=str)
 @pytest.mark.parametrize("kv_heads", [4, 1], ids=["", "mqa"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_the_forward_is_the_same_alone_and_in_any_batch(
     backend: str, kwargs: dict[str, Any], head_dim: int, kv_heads: int
 ) -> None:
@@ -194,14 +201,15 @@ def test_the_forward_repeats_its_bits_beside_another_stream(backend: str) -> Non
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_deterministic_gradients_repeat_their_bits(backend: str, packed: bool, head_dim: int) -> None:
+@pytest.mark.parametrize("causal", [True, False], ids=["", "full"])
+def test_deterministic_gradients_repeat_their_bits(backend: str, causal: bool, packed: bool, head_dim: int) -> None:
     torch.manual_seed(0)
     q = torch.randn(1, 1400, 4, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     k, v = (torch.randn(1, 1400, 2, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
-    if not _can(backend, q, grad=True, varlen=packed, causal=True):
+    if not _can(backend, q, grad=True, varlen=packed, causal=causal):
         pytest.skip(f"{backend} declares that it cannot")
     cu_seqlens = torch.tensor([0, 300, 333, 1400], device="cuda", dtype=torch.int32)
-    kwargs: dict[str, Any] = {"causal": True, "deterministic": True, "backend": backend}
+    kwargs: dict[str, Any] = {"causal": causal, "deterministic": True, "backend": backend}
     leaves = [q, k, v]
     if backend == "portable" and not packed:
         kwargs["attn_bias"] = torch.randn(1, 4, 1, 1400, device="cuda", requires_grad=True)

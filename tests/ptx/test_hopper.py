@@ -13,6 +13,7 @@ import torch
 
 from flashtile.backends import hopper as hopper_backend
 from flashtile.backends.gpu.trial import trial
+from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward import launch
 from flashtile.backends.hopper.quantized import config as quantized_config
 from flashtile.ops import dispatch
@@ -70,6 +71,18 @@ def test_compiled_kernels_under_the_rule(case: Case, at_wait: bool) -> None:
     # At head_dim 64 LLVM rounds masked probabilities behind a fence of the backward, which costs time alone.
     strict = case.name != "mask"
     with hopper.on_cpu(Options(seed=len(case.name), product_at_wait=at_wait, strict_fences=strict), 2):
+        judge(build(case, torch.bfloat16), "hopper")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_wait", [True, False])
+def test_queries_in_registers(at_wait: bool) -> None:
+    """As long calls have them."""
+    case = Case("full", batch=1, seqlen_q=200, seqlen_k=270, heads=1, kv_heads=1, head_dim=96)
+    with (
+        trial(hopper_forward=tiles.HELD_96),
+        hopper.on_cpu(Options(seed=3, product_at_wait=at_wait, strict_fences=True), 1),
+    ):
         judge(build(case, torch.bfloat16), "hopper")
 
 

@@ -188,9 +188,9 @@ def _usual() -> list[Problem]:
 def _forward_problems() -> list[Problem]:
     in_parts = [
         _problem(dim, band, head_dim_v=dim_v)
-        for dim, dim_v in ((96, 96), (192, 192), (192, 128))
+        for dim, dim_v in ((96, 96), (80, 80), (192, 192), (192, 128))
         for band in (_FULL, _CAUSAL)
-    ]
+    ] + [_problem(96, _FULL, varlen=True, sinks=True)]
     features: list[tuple[Band, dict[str, Any]]] = [
         (_CAUSAL, {"dtype": torch.float16}),
         (_CAUSAL, {"seqlen_k": 8193}),

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.hopper.backward import config as backward_tiles
-from flashtile.backends.hopper.backward import scheduler
+from flashtile.backends.hopper.backward import launch, scheduler
 from flashtile.core.masks import Band
 from flashtile_lab.kernels.hopper import _problem
 from tests.backends.hopper.emulated import on_cpu
@@ -115,6 +115,24 @@ def test_groups_of_query_heads_have_gqa_splits(count: int, case: Case) -> None:
     with mock.patch.object(scheduler, "gqa_splits", lambda *args: used.append(args) or count), on_cpu(count):
         judge(build(case, torch.bfloat16), "hopper")
     assert used
+
+
+def test_sums_in_a_fixed_order_are_added_from_registers() -> None:
+    for dim in (96, 128):
+        for varlen in (False, True):
+            config = backward_tiles.choose(_problem(dim, Band(None, 0), varlen=varlen))
+            ordered = backward_tiles.choose(_problem(dim, Band(None, 0), varlen=varlen, deterministic=True))
+            assert config.dq_tma and ordered == backward_tiles.in_chain(config) and not ordered.dq_tma
+
+
+@pytest.mark.parametrize(("dim", "seqlen", "heads"), [(64, 4096, 33), (64, 16384, 32), (96, 4096, 33), (128, 2048, 8),
+                                                      (128, 4096, 4), (128, 16384, 1)])  # fmt: skip
+def test_heads_at_once_of_sums_in_a_fixed_order(dim: int, seqlen: int, heads: int) -> None:
+    for ordered in (True, False):
+        p = _problem(dim, Band(), batch=32768 // seqlen, num_heads_q=16, num_heads_kv=16, seqlen_q=seqlen,
+                     deterministic=ordered)  # fmt: skip
+        found = launch._heads_at_once(p, backward_tiles.choose(p), 16, seqlen, seqlen, 132)
+        assert found == (heads if ordered else 1)
 
 
 def test_few_key_heads_are_split_and_many_are_not() -> None:

@@ -26,6 +26,10 @@ CASES = (
     Case("causal_256", batch=1, seqlen_q=200, seqlen_k=200, heads=2, kv_heads=1, head_dim=256, causal=True),
     Case("varlen_64", batch=4, lengths=((200, 200), (1, 400), (0, 7), (130, 130)), head_dim=64, causal=True, spare=70),
     Case("full_96", batch=1, seqlen_q=270, seqlen_k=390, head_dim=96, head_dim_v=88),
+    Case("causal_80", batch=1, seqlen_q=270, seqlen_k=330, heads=2, kv_heads=1, head_dim=80, causal=True),
+    Case(
+        "varlen_96", batch=4, lengths=((130, 300), (0, 7), (200, 0), (140, 140)), head_dim=96, causal=True, sinks=True
+    ),
     Case("causal_192", batch=1, seqlen_q=300, seqlen_k=350, heads=2, kv_heads=1, head_dim=192, causal=True, sinks=True),
     Case("causal_192_128", batch=2, seqlen_q=200, seqlen_k=200, head_dim=192, head_dim_v=128, causal=True),
     Case(
@@ -51,8 +55,9 @@ GROUPS = (
 
 
 def _variants(case: Case) -> list[tiles.Config]:
-    widths = tiles.width(case.head_dim), tiles.width(case.head_dim_v or case.head_dim)
+    widths = tiles.widths(case.head_dim, case.head_dim_v or case.head_dim)
     table = {tiles.TWO_WARPGROUPS[widths]} | ({tiles.THREE_WARPGROUPS_64} if widths == (64, 64) else set())
+    table |= {tiles.HELD_96} if widths == (96, 128) else set()
     table |= {dataclasses.replace(c, out_stages=1) for c in table}
     table |= {dataclasses.replace(c, overlap=False) for c in table}
     table |= {dataclasses.replace(c, dynamic=True, tile_stages=2) for c in table}

@@ -53,6 +53,14 @@ def test_tiles_hold_a_row(head_dim: int, width: int) -> None:
     assert (config.block_d, config.block_dv) == (128, 128 if width == 96 else width)
 
 
+def test_what_shares_the_bits_of_queries_in_registers() -> None:
+    held, same = tiles.HELD_96, tiles.TWO_WARPGROUPS[96, 128]
+    assert (held.block_d, held.block_dv, held.block_m, held.block_n) == (96, 128, same.block_m, same.block_n)
+    chosen = [tiles.choose(_problem(dim, Band(), seqlen_q=n)) for dim, n in ((96, 1025), (96, 1024), (80, 4096))]
+    chosen.append(tiles.choose(_problem(96, Band(None, 0))))
+    assert [(c.q_stages, c.stages) for c in chosen] == [(1, 3), (2, 2), (2, 2), (2, 2)]
+
+
 def test_configurations_of_a_head_dim_share_what_the_bits_depend_on() -> None:
     three = tiles.THREE_WARPGROUPS_64
     same = tiles.TWO_WARPGROUPS[three.block_d, three.block_dv]

@@ -33,9 +33,9 @@ def call_of(
     return Call(*rows, queries, keys, Heads(p.num_heads_q, p.group_size), mods)
 
 
-def rows_of(box: TensorMap, block_dim: int) -> Rows:
-    """The rows of a tensor that TMA reads; block_dim: columns of a tile."""
-    return Rows(None, box, None, None, None, None, block_dim, None, len(box.box) == 5)
+def rows_of(box: TensorMap, block_dim: int, dim: int | None = None) -> Rows:
+    """The rows of a tensor that TMA reads; block_dim: columns of a tile, of which products need ``dim``, or all."""
+    return Rows(None, box, None, None, None, dim, block_dim, None, len(box.box) == 5)
 
 
 def keys_of(problem: Problem, t: Tensors | QuantizedTensors, cache: Cache | None = None) -> Keys:

@@ -71,8 +71,8 @@ class Config:
             raise ValueError(f"a warpgroup has {share} columns of dq: {self}")
         if self.by_gradient and self.dq_registers == 0:
             raise ValueError(f"a warpgroup with one gradient has no registers for dq: {self}")
-        if self.dq_registers > 0 and (self.block_m != 64 or self.dq_tma or narrowest(self.dq_width) != self.dq_width):
-            raise ValueError(f"a third warpgroup adds dq of 64 queries, from registers: {self}")
+        if self.dq_registers > 0 and (self.block_m != 64 or narrowest(self.dq_width) != self.dq_width):
+            raise ValueError(f"a third warpgroup adds dq of 64 queries: {self}")
         if 2 * self.registers + self.dq_registers + PRODUCER_REGISTERS > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
         if self.shared_bytes > SHARED_BYTES:
@@ -102,7 +102,7 @@ class Config:
         dscores = self.ds_stages * self.block_n * self.block_m
         # What leaves one gradient at a time leaves through the probabilities' or the dscores' buffers.
         out = self.block_n * (self.ds_stages * self.block_m if self.by_gradient else min(self.block_d, 128))
-        dq = 2 * 64 * self.dq_width if self.dq_tma else 0
+        dq = (1 if self.dq_registers else 2) * 64 * self.dq_width if self.dq_tma else 0
         return 2 * (keys + rows + dscores + out) + 4 * dq + self.stages * 2 * self.block_m * 4 + 1024
 
     def __str__(self) -> str:
@@ -117,6 +117,7 @@ NARROW_64 = Config(block_d=64, block_dv=64, block_m=64, stages=3, v_stages=2, dq
 # A third warpgroup for dq needs few registers: 64 beat 80. Head_dim 96 takes less time in parts of 64 and
 # 32 than in 128 columns or with a gradient a warpgroup.
 BASE_96 = Config(block_d=96, block_dv=96, stages=3, ds_stages=3, registers=208, dq_registers=64)
+BY_TMA_96 = replace(BASE_96, ds_stages=2, dq_tma=True)
 BASE_128 = Config(block_d=128, block_dv=128)
 BY_GRADIENT_128 = replace(BASE_128, by_gradient=True, stages=3, v_stages=2, registers=208, dq_registers=64)
 BASE_160 = replace(BY_GRADIENT_128, block_d=160, block_dv=160, v_stages=1)
@@ -142,7 +143,8 @@ VARIANTS = {
     "64 wide, 3 stages": replace(WIDE_64, stages=3, k_stages=1, v_stages=1),
     "64 narrow": NARROW_64,
     "64 by TMA": BY_TMA_64,
-    "96": BASE_96,
+    "96": BY_TMA_96,
+    "96, in order": BASE_96,
     "128": BASE_128,
     "128, 3 stages": THREE_STAGES_128,
     "128 by TMA": BY_TMA_128,
@@ -158,7 +160,7 @@ VARIANTS = {
 
 def in_chain(config: Config) -> Config:
     """The configuration of a chain's calls in its place, which take less time with it."""
-    return THREE_STAGES_128 if config == BY_TMA_128 else config
+    return {BY_TMA_96: BASE_96, BY_TMA_128: THREE_STAGES_128}.get(config, config)
 
 
 def choose(problem: Problem) -> Config:
@@ -186,7 +188,7 @@ def choose(problem: Problem) -> Config:
     if reads_score_tensors or (width == 96 and two_sided) or (problem.softcap > 0 and problem.dropout_p > 0):
         return BY_GRADIENT_128
     if width == 96:
-        return BASE_96
+        return BASE_96 if problem.deterministic else BY_TMA_96
     if problem.seqlen_q <= SHORT or problem.softcap > 0:
         return BASE_128
     if problem.deterministic or (problem.band.right is None and not (problem.varlen or problem.has_bits)):

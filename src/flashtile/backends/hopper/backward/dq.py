@@ -19,6 +19,7 @@ from flashtile.backends.hopper.backward.scheduler import (
 )
 from flashtile.backends.hopper.device.gluon_compat import aggregate, thread_barrier, tma_add, tma_store_wait
 from flashtile.backends.hopper.device.parts import (
+    box_of,
     make_rings,
     num_parts,
     part_at,
@@ -177,9 +178,12 @@ def add_accumulators(out, offset, acc, WIDTH: gl.constexpr):
     t = in_order(acc, WIDTH)
     if out.desc is not None:
         tma_store_wait(0)
-        out.buffer.store(gl.reshape(t, [WIDTH // 2, 128]))
+        LINES: gl.constexpr = out.desc.block_type.shape[0]
+        own = box_of(out.buffer, 0, WIDTH // 2, 0)
+        own.store(gl.reshape(t, [WIDTH // 2, 128]))
         fence_async_shared()
-        tma_add(out.desc, [(offset // 128).to(gl.int32), 0], out.buffer)
+        for i in gl.static_range(WIDTH // 2 // LINES):
+            tma_add(out.desc, [(offset // 128).to(gl.int32) + i * LINES, 0], box_of(own, i * LINES, LINES, 0))
     else:
         add_from_registers(out.ptr, offset, t)
 
@@ -263,3 +267,5 @@ def dq_consumer(channels, grid):
                 channels.keys[0].release(key_use)
                 key_use += 1
             tiles = records.next(tiles)
+        if channels.dq.desc is not None:
+            tma_store_wait(0)

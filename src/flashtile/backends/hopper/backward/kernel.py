@@ -41,9 +41,10 @@ def attention_backward(grid):
         added = make_ring_beside(dq_order, gl.int32, [1], flag, DQ_WARPGROUPS)
     if grid.work.dq_desc is not None:
         lines: gl.constexpr = grid.tiles.DQ_WIDTH // 2
-        dq_s = gl.allocate_shared_memory(gl.float32, [2, lines, 128], grid.work.dq_desc.layout)
+        dq_s = gl.allocate_shared_memory(gl.float32, [DQ_WARPGROUPS, lines, 128], grid.work.dq_desc.layout)
         channels0 = with_dq(channels, DqOutput(grid.work.dq, grid.work.dq_desc, dq_s.index(0), dq_order, added))
-        channels1 = with_dq(channels, DqOutput(grid.work.dq, grid.work.dq_desc, dq_s.index(1), dq_order, added))
+        last = dq_s.index(DQ_WARPGROUPS - 1)
+        channels1 = with_dq(channels, DqOutput(grid.work.dq, grid.work.dq_desc, last, dq_order, added))
     elif grid.gradients.HAS_DQ:
         channels0 = with_dq(channels, DqOutput(grid.work.dq, None, None, dq_order, added))
         channels1 = channels0

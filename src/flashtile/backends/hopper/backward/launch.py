@@ -399,9 +399,10 @@ def _main_work(problem: Problem, config: Config, work: Workspace) -> Work:
     """With a descriptor of the rows and, where TMA adds to it, of dq as lines of 128 floats."""
     # In a fixed order sums are added from registers: an add's end must be known.
     adds_by_tma = problem.grads.q and config.dq_tma and not problem.deterministic
+    lines = min(config.dq_width, configs.box_cols(config.block_d)) // 2
     return work.record()._replace(
         rows=tensor_maps.floats_map(2 * work.blocks, config.block_m, 2, work.rows_at),
-        dq_desc=tensor_maps.floats_map(work.rows_at // 512, 128, config.dq_width // 2) if adds_by_tma else None,
+        dq_desc=tensor_maps.floats_map(work.rows_at // 512, 128, lines) if adds_by_tma else None,
         sums=None,
         sums_size=None,
     )
@@ -434,14 +435,17 @@ def _heads_at_once(problem: Problem, config: Config, heads: int, rows_q: int, ro
     As many heads as have q, dout and float32 dq that fit L2, but enough for about one tile for each multiprocessor, two
     if their rows do not far exceed L2, and as many in the last group: else its longest tiles run alone at the end. In a
     fixed order the tiles of a head wait for one another: then two multiprocessors in three need a tile. In a fixed
-    order without a mask few heads run at once, unless tiles have 64 keys and so add to dq twice as often.
+    order without a mask many heads run at once, unless tiles have 64 keys and so add to dq twice as often; and as few
+    as fill the GPU where both the steps are short and the warpgroups of the keys wait for their turn.
     """
     p = problem
     gqa_splits, heads = -(-heads // p.num_heads_kv), heads * (1 if p.varlen else p.batch)
-    if p.band.unbounded and not p.listed and not (p.deterministic and config.by_gradient):
-        return min(heads, -(-num_sms // 4)) if p.deterministic else 1
-    a_head = rows_q * -(-p.group_size // gqa_splits) * config.block_d * (2 * 2 + 4)
     blocks = -(-(min(rows_k, p.seqlen_k) if p.varlen else rows_k) // config.block_n)
+    if p.band.unbounded and not p.listed and not (p.deterministic and config.by_gradient):
+        waits = config.block_m == configs.PART_KEYS and config.dq_registers == 0
+        many = max(1, num_sms // max(1, blocks)) if waits else -(-num_sms // 4)
+        return min(heads, many, -(-num_sms // 4)) if p.deterministic else 1
+    a_head = rows_q * -(-p.group_size // gqa_splits) * config.block_d * (2 * 2 + 4)
     filled = 2 * num_sms // 3 if p.deterministic else 19 * num_sms // 20
     twice = 0 if p.deterministic else min(-(-2 * filled // max(1, blocks)), 3 * _CACHE_BYTES // a_head)
     least = max(1, _CACHE_BYTES // a_head, -(-filled // max(1, blocks)), twice)

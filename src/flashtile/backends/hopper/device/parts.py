@@ -187,13 +187,40 @@ def box_of(tile, start, WIDTH: gl.constexpr, DIM: gl.constexpr = 1):
 
 
 @gluon.jit
-def start_scores(q_rings, tiles, k_rings, use, x, ADDS: gl.constexpr = False):
-    """Starts the products of queries and keys: a sum over the parts, and ``x`` if it ADDS."""
-    k_tile = k_rings[0].at(use).permute((1, 0))
-    s = warpgroup_mma(q_rings[0].at(tiles), k_tile, x, use_acc=ADDS, is_async=True)
-    for i in gl.static_range(1, len(q_rings)):
-        s = warpgroup_mma(q_rings[i].at(tiles), k_rings[i].at(use).permute((1, 0)), s, is_async=True)
+def start_scores(q_rings, tiles, k_rings, use, x, ADDS: gl.constexpr = False, q=(), DIM: gl.constexpr = None):
+    """Starts the products of queries and keys: a sum over the parts, and ``x`` if it ADDS.
+
+    q: The queries' parts in registers, if they are there. DIM: Columns that are not 0, in sixteens; None: all.
+    """
+    s = x
+    for i in gl.static_range(len(k_rings)):
+        k_tile = used_of(k_rings[i].at(use), i * k_rings[0].buffers.shape[2], DIM).permute((1, 0))
+        if len(q) > 0:
+            s = warpgroup_mma(q[i], k_tile, s, use_acc=ADDS or i > 0, is_async=True)
+        else:
+            q_tile = used_of(q_rings[i].at(tiles), i * k_rings[0].buffers.shape[2], DIM)
+            s = warpgroup_mma(q_tile, k_tile, s, use_acc=ADDS or i > 0, is_async=True)
     return s
+
+
+@gluon.jit
+def used_of(tile, FIRST: gl.constexpr, DIM: gl.constexpr):
+    """A part that begins with column FIRST, as far as a row of DIM columns reaches; None: all of it."""
+    if DIM is None:
+        return tile
+    else:
+        WIDTH: gl.constexpr = min(tile.shape[1], DIM - FIRST)
+        return box_of(tile, 0, WIDTH)
+
+
+@gluon.jit
+def held_tiles(rings, use, like, DIM: gl.constexpr):
+    """The parts of a use as left operands in registers; DIM as of ``start_scores``."""
+    held = ()
+    for i in gl.static_range(len(rings)):
+        tile = used_of(rings[i].at(use), i * rings[0].buffers.shape[2], DIM)
+        held = also(held, tile.load(gl.DotOperandLayout(0, like.type.layout, 2)))
+    return held
 
 
 @gluon.jit

@@ -37,7 +37,8 @@ class Config:
         q_stages: Buffers for queries.
         tile_stages: How many tiles a program finds ahead of working on them.
         dynamic: Whether programs take tiles from a shared counter, not in a static order.
-        overlap: Whether the next tile's first scores are started before a tile's end; takes two buffers for queries.
+        overlap: Whether the next tile's first scores are started before a tile's end; takes two buffers for queries, or
+            one whose queries warpgroups hold in registers.
         pingpong: Whether a barrier makes warpgroups start a step's products one after another.
         in_turn: Whether a step's softmax waits for all of its products: to measure what running under them saves.
         out_cols: Columns of the pieces in which the output leaves.
@@ -79,8 +80,8 @@ class Config:
     gather_registers: int = 0
 
     def __post_init__(self) -> None:
-        if self.overlap and self.q_stages < 2:
-            raise ValueError(f"overlap needs two buffers for queries: {self}")
+        if self.overlap and self.q_stages < 2 and self.block_d != 96:
+            raise ValueError(f"overlap needs two buffers for queries, or at head_dim 96 registers: {self}")
         if (self.num_warpgroups - 1) * self.block_m > self.block_n:
             raise ValueError(f"a warpgroup may leave out one key block of a tile, no more: {self}")
         if self.widen_warps not in ((0, 2, 4) if self.num_warpgroups == 2 else (0, 2)):
@@ -181,6 +182,8 @@ TWO_WARPGROUPS[192, 128] = replace(TWO_WARPGROUPS[192, 128], block_n=128, q_stag
 TWO_WARPGROUPS[160, 160] = replace(TWO_WARPGROUPS[160, 160], block_n=128, q_stages=1, overlap=False, out_stages=1)
 # With blocks of 64 keys a step is short, and its products are most of it: ping-pong pays.
 TWO_WARPGROUPS |= {dims: replace(TWO_WARPGROUPS[dims], pingpong=True) for dims in ((192, 192), (256, 256))}
+# Queries in registers leave shared memory for a third stage.
+HELD_96 = replace(TWO_WARPGROUPS[96, 128], q_stages=1, stages=3)
 # All of a head_dim agree in block_m and block_n, see choose.
 THREE_WARPGROUPS_64 = Config(
     block_d=64, block_dv=64, out_cols=64, num_warpgroups=3, stages=3, overlap=False, registers=160, max_registers=128
@@ -361,8 +364,15 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
 
 
 def _two_warpgroups_of(problem: Problem, dims: tuple[int, int]) -> Config:
-    """``TWO_WARPGROUPS``; at head_dim 128 one warpgroup draws what is dropped while the other multiplies."""
-    config = TWO_WARPGROUPS[dims]
+    """``TWO_WARPGROUPS``; at head_dim 128 one warpgroup draws what is dropped while the other multiplies.
+
+    Long calls without a mask or anything else have registers for queries; up to 80 columns that is not timed.
+    """
+    config, p = TWO_WARPGROUPS[dims], problem
+    if dims == (96, 128) and p.head_dim > 80 and p.seqlen_q > SHORT and p.band.unbounded:
+        takes_more = p.softcap > 0 or p.alibi or p.intervals or p.listed or p.dropout_p > 0 or p.keys.used
+        has_functions = p.score_function is not None or p.mask_function is not None
+        config = config if takes_more or has_functions else HELD_96
     return _variant(config, pingpong=True) if problem.dropout_p > 0 and dims == (128, 128) else config
 
 

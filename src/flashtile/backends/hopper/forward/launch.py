@@ -146,13 +146,15 @@ def forward_launch(
     cache, k, v, out_map = cached or (None, *_rows_of_keys(p, t, config), _map_of_out(p, t.q, config))
     q_cols = configs.narrowest(config.block_d)
     q_map = tensor_maps.rows_map("q", t.q, config.strip, min(q_cols, 64) if config.pack_gqa else q_cols, p.varlen)
+    # At head_dim 80 a sixth of the products of queries and keys would be with zeros.
+    q = rows_of(q_map, config.block_d, 80 if p.head_dim <= 80 and config.block_d == 96 else None)
     bias_map, mask_map = (
         tensor_maps.score_map(each, config.block_m, config.block_n) if config.score_stages else None
         for each in (t.attn_bias, t.attn_mask)
     )
     mods = mods_of(p, t, bias_map, mask_map, masks_of(p, t, OF_ROWS))
     arguments = {
-        "call": call_of(p, t, (rows_of(q_map, config.block_d), k, v), keys_of(p, t, cache), mods),
+        "call": call_of(p, t, (q, k, v), keys_of(p, t, cache), mods),
         "output": output_of(p, out_map, config.block_dv, is_joined),
         "schedule": schedule_of(p, config, has_edges, "counter" if cache is None else "counters"),
     }

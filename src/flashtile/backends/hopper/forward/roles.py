@@ -178,7 +178,7 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
     tiles = 0
     used = 0
     loop = open_tile(channels.tiles, tiles, call, schedule, rows, zeros, mod, WARPGROUP)
-    e, row_max, row_sum = start_tile(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP)
+    e, row_max, row_sum, q = start_tile(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP)
     probs = operand(e, like)
     used += loop.skipped
     if schedule.PINGPONG and schedule.NUM_WARPGROUPS - 1 == WARPGROUP:
@@ -189,7 +189,7 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
         if schedule.PINGPONG and call.mods.band.right is not None:  # noqa: SIM102
             if loop.skipped > 0:
                 row_max = pingpong_arrive(pingpong_wait(row_max, WARPGROUP), (WARPGROUP + 1) % schedule.NUM_WARPGROUPS)
-        state = State(probs, zero_accumulators(BLOCK_M, channels.values), factor, row_max, row_sum)
+        state = State(probs, zero_accumulators(BLOCK_M, channels.values), factor, row_max, row_sum, q)
         n_block = loop.n_block
         if call.keys.CACHED and call.q.PACKED and not schedule.PINGPONG:
             used, n_block = pass_over(channels, tiles, used, n_block, loop, call, schedule, WARPGROUP)
@@ -202,13 +202,14 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
             loop = open_tile(channels.tiles, tiles + 1, call, schedule, rows, zeros, mod, WARPGROUP)
             # The next tile's first scores run under this one's last values and epilogue. After the last tile they are
             # computed from stale buffers and discarded.
-            s, pairs = first_scores(channels, tiles + 1, used + 1, loop, zeros, call, schedule, mod, WARPGROUP)
+            s, pairs, q = first_scores(channels, tiles + 1, used + 1, loop, zeros, call, schedule, mod, WARPGROUP)
             accs = add_last_values(channels, used, state)
             fetched = mod.fetch(pairs, zeros, call.mods)
             words = draw(zeros, pairs, loop.cipher, call)
             s = warpgroup_mma_wait(len(accs), deps=[s])
             channels.keys[0].release(used + 1 + loop.skipped, loop.is_tile)
-            channels.queries[0].release(tiles)
+            if schedule.Q_STAGES > 1:
+                channels.queries[0].release(tiles)
             e, row_max, row_sum = first_probs(s, mod, pairs, fetched, words, call, schedule, loop)
             row_sum = compute_before_wait(row_sum)
             accs = wait_for_products(accs)
@@ -221,7 +222,9 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
             channels.values[0].release(used)
             epilogue(accs, state.row_max, state.row_sum, channels, tiles, call, output, schedule, WARPGROUP)
             loop = open_tile(channels.tiles, tiles + 1, call, schedule, rows, zeros, mod, WARPGROUP)
-            e, row_max, row_sum = start_tile(channels, tiles + 1, used + 1, loop, zeros, call, schedule, mod, WARPGROUP)
+            e, row_max, row_sum, q = start_tile(
+                channels, tiles + 1, used + 1, loop, zeros, call, schedule, mod, WARPGROUP
+            )
             probs = operand(e, like)
         channels.tiles.ring.release(tiles)
         tiles += 1
@@ -253,7 +256,7 @@ def pass_over(channels, tiles, used, n_block, loop, call, schedule, WARPGROUP: g
 @gluon.jit
 def start_tile(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP: gl.constexpr):
     """The softmax state after a tile's first block, with nothing else under way; see ``first_probs``."""
-    s, pairs = first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP)
+    s, pairs, q = first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP)
     fetched = mod.fetch(pairs, zeros, call.mods)
     words = draw(zeros, pairs, loop.cipher, call)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -261,7 +264,8 @@ def start_tile(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROU
     channels.keys[0].release(used + loop.skipped, loop.is_tile)
     if not schedule.OVERLAP:
         channels.queries[0].release(tiles, loop.is_tile & (loop.n_block == loop.n_block_min))
-    return first_probs(s, mod, pairs, fetched, words, call, schedule, loop)
+    e, row_max, row_sum = first_probs(s, mod, pairs, fetched, words, call, schedule, loop)
+    return e, row_max, row_sum, q
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pin
 from flashtile.backends.hopper.device.mods import Pairs
 from flashtile.backends.hopper.device.parts import (
     add_products,
+    held_tiles,
     rescale_rows,
     start_scores,
     wait_for_products,
@@ -86,6 +87,7 @@ class State:
     factor: gl.tensor
     row_max: gl.tensor
     row_sum: gl.tensor
+    q: gl.tuple
 
 
 @gluon.jit
@@ -213,18 +215,22 @@ def operand(probs, like):
 
 
 @gluon.jit
-def start_first_scores(channels, tiles, used, loop, x, ADDS: gl.constexpr = False):
-    """Starts a tile's first scores, ``x`` plus products if it ADDS; without a tile, those of stale buffers."""
+def start_first_scores(channels, tiles, used, loop, x, ADDS: gl.constexpr = False, q=(), DIM: gl.constexpr = None):
+    """Starts a tile's first scores, ``x`` plus products if it ADDS; without a tile, those of stale buffers.
+
+    q, DIM: as of ``start_scores``.
+    """
     keys = channels.keys[0]
     keys.skip(used, loop.skipped, loop.is_tile)
-    channels.queries[0].wait(tiles, loop.is_tile)
+    if len(q) == 0:
+        channels.queries[0].wait(tiles, loop.is_tile)
     keys.wait(used + loop.skipped, loop.is_tile)
-    return start_scores(channels.queries, tiles, channels.keys, used + loop.skipped, x, ADDS)
+    return start_scores(channels.queries, tiles, channels.keys, used + loop.skipped, x, ADDS, q, DIM)
 
 
 @gluon.jit
 def first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP: gl.constexpr):
-    """(``start_first_scores`` on top of the early terms, the block's ``Pairs``)."""
+    """(``start_first_scores`` on top of the early terms, the block's ``Pairs``, the queries: see ``State``)."""
     score_tiles = mod.early_tiles + mod.late_tiles
     for i in gl.static_range(len(score_tiles)):
         score_tiles[i].ring(WARPGROUP).skip(used, loop.skipped, loop.is_tile)
@@ -233,9 +239,16 @@ def first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGR
         channels.tiles, tiles, used + loop.skipped, loop, loop.n_block, number, call, schedule, loop.is_tile, WARPGROUP
     )
     x = mod.initial(zeros, pairs)
-    s = start_first_scores(channels, tiles, used, loop, x, len(mod.early) + len(mod.alibi_by_mma) > 0)
+    ADDS: gl.constexpr = len(mod.early) + len(mod.alibi_by_mma) > 0
+    DIM: gl.constexpr = call.q.DIM
+    q = ()
+    if schedule.OVERLAP and schedule.Q_STAGES == 1:
+        channels.queries[0].wait(tiles, loop.is_tile)
+        q = held_tiles(channels.queries, tiles, zeros, DIM)
+        channels.queries[0].release(tiles, loop.is_tile)
+    s = start_first_scores(channels, tiles, used, loop, x, ADDS, q, DIM)
     mod.release_early(pairs)
-    return s, pairs
+    return s, pairs, q
 
 
 @gluon.jit
@@ -269,7 +282,9 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     if schedule.PINGPONG:
         accs = rescale_rows(accs, state.factor)
         row_max = pingpong_wait(row_max, WARPGROUP)
-    s = start_scores(channels.queries, tiles, channels.keys, used + 1, x, len(mod.early) + len(mod.alibi_by_mma) > 0)
+    ADDS: gl.constexpr = len(mod.early) + len(mod.alibi_by_mma) > 0
+    DIM: gl.constexpr = call.q.DIM
+    s = start_scores(channels.queries, tiles, channels.keys, used + 1, x, ADDS, state.q, DIM)
     mod.release_early(pairs)
     if not schedule.PINGPONG:
         accs = rescale_rows(accs, state.factor)
@@ -306,7 +321,7 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
 
     accs = wait_for_products(accs)
     channels.values[0].release(used)
-    return State(probs, accs, factor, row_max, row_sum)
+    return State(probs, accs, factor, row_max, row_sum, state.q)
 
 
 @gluon.jit
