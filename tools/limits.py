@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # 512 on Hopper 620 and their gradients 1,060, 8-bit caches widened and pages of any size in its forward 580, latent
 # rows (MLA: queries of the values, and their kernel on Hopper, with shares of even calls and folds by halves) 1,110,
 # functions of users in Hopper's kernels 200, lists of blocks (made, converted, followed by every backend) 1,020, bits
-# of what masks keep of their partial blocks 270,
-# division of indices and comparison of distances 60, FlexAttention's names 260, functions and intervals over a cache
-# 140, over ranks spans of keys by pair of ranks, work that stands apart, layouts for masks, masks, biases and
-# functions of the whole 1,350, tables of what users' functions compute by distance, and sums by diagonals, 340, dropout
-# in Hopper's kernels 230, builds beside a forward's 75, queries in registers, short
-# products and adds by a third warpgroup at head_dim 80 and 96 70: with those it is more than the 23,000 of the design.
+# of what masks keep of their partial blocks 270, division of indices and comparison of distances 60, FlexAttention's
+# names 260, functions and intervals over a cache 140, over ranks spans of keys by pair of ranks, work that stands
+# apart, layouts for masks, masks, biases and functions of the whole 1,350, tables of what users' functions compute by
+# distance, and sums by diagonals, 340, dropout in Hopper's kernels 230, builds beside a forward's 75, queries in
+# registers, short products and adds by a third warpgroup at head_dim 80 and 96 70: with those it is more than the
+# 23,000 of the design.
 # Two lines in five are docstrings.
 # benchmarks: attention in 8 bits, cuDNN's among it, takes 200, biases, sinks and FlexAttention 140, the steps of
 # a server 310, ways to widen 8-bit caches 140, latent rows beside FlashMLA 190, heads past 256 30, functions of users
