@@ -60,7 +60,7 @@ def call_of(provider: Provider, case: DecodeCase | StepCase | LatentCase, tensor
 
 
 def _of_latent_rows(provider: Provider, case: LatentCase, tensors: dict[str, Tensor]) -> Call:
-    if not isinstance(provider, FlashMla) or case.page_size != 64:
+    if not isinstance(provider, FlashMla) or case.variant:
         raise NotTimedError("refused: no such caches")
     lead = [tensors["q"], tensors["k_cache"], 512, tensors["cache_seqlens"], tensors["page_table"], case.head_dim**-0.5]
     # As its users replay it: planned before, for these lengths.

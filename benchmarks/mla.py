@@ -1,7 +1,8 @@
 """``python -m benchmarks.mla``: attention over a cache of latent rows (MLA), beside FlashMLA's dense decode.
 
 576 columns of keys, of which the first 512 are the values, one key head, causal, pages of 64; in the variant ``page16``
-of 16, which FlashMLA does not have. Rates are bytes of latent rows over time.
+of 16, which FlashMLA does not have; in ``fp8`` rows of 656 bytes, of which its kernel is another. Rates are bytes of
+latent rows over time.
 """
 
 from __future__ import annotations

@@ -239,6 +239,9 @@ def attention_with_kvcache(
         first = 0 if t.cache_leftpad is None else int(t.cache_leftpad[b])
         places = [_place(t, b, j) for j in range(first, int(t.cache_seqlens[b]))]  # rules 13 and 17
         k, v = (_values(cache, scale, places, dtype) for cache, scale in _caches(t))
+        if t.row_scale is not None and places:  # rule 16
+            scales = torch.stack([t.row_scale[place] for place in places])
+            v = (v.float() * scales.repeat_interleave(128, -1)).to(t.q.dtype).to(dtype)
         q = _rows(t.q, b, rows)
         if t.qv is not None:  # rule 13
             q, k = torch.cat([_rows(t.qv, b, rows), q], dim=-1), torch.cat([v, k], dim=-1)

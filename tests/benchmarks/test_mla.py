@@ -16,7 +16,7 @@ EVERY = [case for group in TINY for case in group]
 def test_the_reference_is_what_the_call_means_and_sees_its_sequences(case):
     (tensors,) = case.calls(caches.draw_pool([case], CPU))
     assert tensors["v_cache"].data_ptr() == tensors["k_cache"].data_ptr()
-    cache = tensors["k_cache"].double()
+    cache = (latent._columns(tensors["k_cache"]) if case.variant == "fp8" else tensors["k_cache"]).double()
     wide = tensors | {"q": tensors["q"].double(), "k_cache": cache, "v_cache": cache[..., :512]}
     exact, reference = flashtile.attention_with_kvcache(**wide), case.reference(tensors)
     assert reference.error((exact,)) < 1e-12 < reference.limit < 0.02
@@ -37,6 +37,9 @@ def test_the_cells_are_those_that_the_suite_is_to_show():
     assert {(case.batch, case.seqlen_k) for case in plain} == sizes
     mixed = LatentCase(16, 1, 64, 0).lengths
     assert len({*mixed}) > 50 and min(mixed) >= 256 and max(mixed) <= 8192
+    eight = {case for group in latent.groups("graph") for case in group if case.variant == "fp8"}
+    assert {(case.num_heads_q, case.batch) for case in eight} == {(h, b) for h in (16, 128) for b in (1, 64, 128)}
+    assert LatentCase(16, 1, 64, 4096, "fp8").gb_per_s(1.0) == pytest.approx(64 * 4096 * 656 / 1e6)
     assert LatentCase(16, 1, 64, 4096).gb_per_s(1.0) == pytest.approx(64 * 4096 * 1152 / 1e6)
 
 

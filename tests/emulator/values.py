@@ -350,12 +350,12 @@ class SharedMemory(Typed):
         return self._part(self.data.view(*shape))
 
     def reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any = None) -> SharedMemory:
-        """A view of the buffer's first bytes; of the first bytes of each row where it becomes as many narrower numbers.
+        """A view of the buffer's first bytes; of those of each row where it becomes as many numbers, narrower or not.
 
         So it is on a device if rows of both are at least the width of a swizzle; else only whole buffers may be read.
         """
         data, count = self.data.view(TORCH_DTYPES[dtype]), math.prod(shape)
-        if tuple(shape) == tuple(self.data.shape) and data.numel() > count:
+        if tuple(shape) == tuple(self.data.shape) and data.numel() >= count:
             return SharedMemory(self.machine, data[..., : shape[-1]], self.grid, True)
         return self._part((data if data.numel() == count else data.view(-1)[:count]).view(*shape))
 

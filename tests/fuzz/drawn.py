@@ -158,7 +158,8 @@ def draw(seed: int, sizes: Sizes = SMALL, kind: Kind | None = None) -> Drawn:
     if chosen == "pieces":
         return _pieces(d, seed, dtype)
     makers = {"plain": _plain, "cached": _cached, "latent": _latent, "quantized": _quantized, "quantizer": _quantizer}
-    return Drawn(seed, chosen, _within(makers[chosen](d, f"{chosen}_{seed}"), sizes), dtype)
+    case = _within(makers[chosen](d, f"{chosen}_{seed}"), sizes)
+    return Drawn(seed, chosen, case, torch.bfloat16 if getattr(case, "float8", "") == "rows" else dtype)
 
 
 def _plain(d: Draw, name: str) -> Case:
@@ -289,10 +290,12 @@ def _latent(d: Draw, name: str) -> CacheCase:
     dims = (64, 512) if d.sizes.most_dim > 128 and d.chance(0.9) else (d.head_dim(), d.head_dim())
     if not (apart := d.chance(1 / 3)):
         case = replace(case, float8="", e5m2=False)
-    return replace(
+    case = replace(
         case, qv=True, heads=d.pick(1, 3, 9, 16, 40, 64, 128), kv_heads=1, head_dim=dims[0],
         head_dim_v=dims[1], rotary=min(case.rotary, dims[0] // 2 * 2), layout="apart" if apart else "stacked",
     )  # fmt: skip
+    is_packed = dims == (64, 512) and not case.appends and d.chance(0.5)
+    return replace(case, float8="rows", e5m2=False, layout="apart") if is_packed else case
 
 
 def _with_trees(d: Draw, case: CacheCase) -> CacheCase:

@@ -6,9 +6,10 @@ on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
@@ -89,13 +90,17 @@ def judge_sums(backend: Backend, call: Drawn, device: str) -> None:
     )  # fmt: skip
 
 
-def within(backend: str, seed: int) -> AbstractContextManager[None]:
+@contextmanager
+def within(backend: str, seed: int) -> Iterator[None]:
     """Where a backend runs on CPU tensors."""
     if backend != "hopper":
-        return nullcontext()
+        yield
+        return
+    from flashtile.backends.hopper.latent import launch as latent
     from tests.backends.hopper.emulated import on_cpu
 
-    return on_cpu(seed, num_sms=1 + seed % 3)
+    with on_cpu(seed, num_sms=1 + seed % 3), mock.patch.object(latent, "multiprocessors", lambda device: 1 + seed % 7):
+        yield
 
 
 def on_cpu(seed: int, backend: str, kind: Kind | None = None) -> Drawn:
@@ -104,7 +109,10 @@ def on_cpu(seed: int, backend: str, kind: Kind | None = None) -> Drawn:
     call = draw(seed, sizes, kind)
     if backend == "portable" and call.dtype == torch.bfloat16 and call.kind in ("cached", "latent", "quantizer"):
         # The interpreter multiplies bfloat16 numbers as integers.
-        return replace(call, dtype=torch.float16)
+        is_rows = isinstance(call.case, CacheCase) and call.case.float8 == "rows"
+        return replace(call, case=replace(call.case, float8="") if is_rows else call.case, dtype=torch.float16)
+    if backend == "hopper" and kind == "latent":
+        return _of_latent_rows(call)
     if backend == "hopper" and call.kind in ("cached", "latent"):
         # Its kernels but those for wide groups and latent rows are Triton's, and so is the one that appends.
         return on_cpu(seed, backend, "plain")
@@ -112,6 +120,24 @@ def on_cpu(seed: int, backend: str, kind: Kind | None = None) -> Drawn:
         # Of CPU tensors nobody asks whether they lie on 16 bytes.
         return replace(call, case=replace(call.case, layout="contiguous"))
     return call
+
+
+def _of_latent_rows(call: Drawn) -> Drawn:
+    """The call without what the kernel over latent rows leaves to Triton's."""
+    case = call.case
+    assert isinstance(case, CacheCase)
+    sequences = tuple((max(old, 0) + new, rows, 0) for old, rows, new in case.sequences)
+    size = case.page_size
+    plain = replace(
+        case, sequences=sequences, appends=False, rotary=0, rotary_start=False, slots="", window=None, softcap=0.0,
+        alibi="", tree="", leftpad=(), chunk=None, scale=0.1 if case.scale else None, head_dim=64,
+        head_dim_v=512, page_size=size if size in (0, 8, 16, 32) or size % 64 == 0 else 64, packed_new=False,
+        float8="rows" if call.seed % 3 == 0 else "", interleaved=False, tables=False, capacity=0,
+        layout="apart" if case.layout == "apart" else "stacked",
+    )  # fmt: skip
+    return replace(
+        call, case=plain, dtype=torch.float16 if call.dtype == torch.float16 and not plain.float8 else torch.bfloat16
+    )
 
 
 def fuzz(

@@ -16,8 +16,9 @@ from flashtile.core import states
 from flashtile.ops import dispatch
 from flashtile.serving import tree_words
 from tests import trees
+from tests.backends.hopper.test_latent import case_of
 from tests.kvcache.alone import invariance_cases, judge_alone
-from tests.kvcache.cases import CASES, CacheCase, build, judge
+from tests.kvcache.cases import CASES, EIGHT_BIT_ROWS, CacheCase, build, judge
 from tests.kvcache.test_trees import CHAINS, assert_chains_are_causal
 from tests.poison import poisoned_memory
 from tests.rule import assert_close
@@ -94,6 +95,20 @@ LARGE = (
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_small(case: CacheCase, dtype: torch.dtype, backend: str) -> None:
     judge(build(case, dtype, DEVICE), backend)
+
+
+LARGE_ROWS = (
+    *EIGHT_BIT_ROWS,
+    case_of("large", (5000, 777, 0, 8192), page_size=64, float8="rows", layout="apart"),
+    case_of("large_two_tiles", (5000, 777), 2, heads=128, page_size=16, float8="rows", layout="apart", sinks=True),
+    case_of("large_entries", (3000, 64, 4097), heads=40, float8="rows", layout="apart"),
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", LARGE_ROWS, ids=str)
+def test_rows_of_656_bytes(case: CacheCase, backend: str) -> None:
+    judge(build(case, torch.bfloat16, DEVICE), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -22,6 +22,7 @@ from flashtile.call.cached_arguments import FLOAT8, TENSORS, CacheTensors, read,
 from flashtile.call.cached_problem import problem_of
 from flashtile.call.problem import Problem
 from flashtile.ops import dispatch
+from flashtile.serving import latent_rows
 from tests import trees
 from tests.poison import poisoned_memory
 from tests.rule import assert_close
@@ -44,7 +45,8 @@ class CacheCase:
         rotary: rotary_dim, 0 for none.
         tables: Dtype of the tables is q's rather than float32.
         rotary_start: Whether rotary_seqlens is given.
-        float8: Whether the caches are of 8 bits, and which scales they have: "none", "h" (heads) or "eh".
+        float8: Whether the caches are of 8 bits, and which scales they have: "none", "h" (heads) or "eh"; or "rows", of
+            656 bytes, whose queries are bfloat16.
         e5m2: Whether those of 8 bits are float8_e5m2.
         layout: How caches lie in memory, see ``_caches``.
         alibi: "", "h" or "bh".
@@ -321,6 +323,20 @@ _LATENT = (
               sinks=True),
 )  # fmt: skip
 
+# In bfloat16.
+EIGHT_BIT_ROWS = tuple(
+    replace(case, heads=case.heads * 4, kv_heads=1, head_dim=64, head_dim_v=512, qv=True, float8="rows")
+    for case in (
+        CacheCase("rows", _same(37, 5, 64, rows=2)),
+        CacheCase("rows_entries", _same(37, 0, rows=3), entries=True, sinks=True, softcap=3.0),
+        CacheCase("rows_pages", _same(37, 5, 0, rows=2), page_size=16, window=(20, 0)),
+        CacheCase("rows_odd_pages", _same(37, 5, rows=2), page_size=3, leftpad=(6, 1)),
+        CacheCase("rows_packed", ((37, 1, 0), (20, 20, 0), (0, 3, 0)), packed=True, page_size=64, alibi="h", spare=2),
+        CacheCase("rows_tree", _same(37, 9, rows=7), tree="random", page_size=32),
+        CacheCase("rows_ragged", _same(37, 0, 50, rows=3), page_size=16, ragged="pages", causal_each=True),
+    )
+)
+
 _EVERYTHING = (
     CacheCase("everything", ((37, 1, 1), (3, 9, 9), (0, 0, 0), (0, 4, 4)), packed=True, appends=True, page_size=3,
               rotary=12, rotary_start=True, leftpad=(5, 1, 0, 2), window=(20, 0), softcap=3.0, alibi="bh", sinks=True,
@@ -352,6 +368,10 @@ class CacheCall:
         """out and lse of the library."""
         t = self.tensors
         keywords = self.keywords | {"return_lse": True, "backend": backend} | changes
+        if t.row_scale is not None:
+            rows = t.v_cache.view(torch.uint8).as_strided((*t.v_cache.shape[:-1], 656), t.v_cache.stride())
+            parts = keywords.pop("qv"), t.q
+            return flashtile.attention_with_kvcache(parts, rows, rows[..., :512], **keywords)
         return flashtile.attention_with_kvcache(t.q, t.k_cache, t.v_cache, **keywords)
 
     def copies(self) -> CacheTensors:
@@ -529,6 +549,10 @@ def _caches(
         for x, dim in zip(values, dims, strict=True):
             for j in range(first, stop):
                 x[_place(case, places, b, j)] = torch.randn(heads, dim, generator=make).to(dtype)
+    if case.float8 == "rows":
+        rows = latent_rows(torch.cat(values[::-1], dim=-1))
+        others, row_scale = rows[..., 528:].view(torch.bfloat16), rows[..., 512:528].view(torch.float32)
+        return {"k_cache": others, "v_cache": rows[..., :512], "row_scale": row_scale}, {}
     if case.float8:
         values = [_quantised(x, scale, kind) for x, scale in zip(values, scales, strict=True)]
     laid = _lay_out(case.layout, *values)

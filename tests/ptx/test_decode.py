@@ -10,7 +10,7 @@ import torch
 
 from flashtile.backends.gpu.decode.config import Config, Splitting
 from flashtile.backends.gpu.trial import trial
-from tests.kvcache.cases import CacheCase, build, judge
+from tests.kvcache.cases import EIGHT_BIT_ROWS, CacheCase, build, judge
 from tests.ptx import portable
 from tests.ptx.launch import Kernels, edited
 from tests.ptx.machine import Options
@@ -49,6 +49,13 @@ WIDE = CacheCase("wide", ((384, 2, 0), (64, 2, 0)), heads=40, kv_heads=1, head_d
 )
 def test_compiled_kernels_under_the_rule(case: CacheCase, arch: str) -> None:
     with portable.on_cpu(Options(seed=len(case.name)), arch), trial(decode=TILES):
+        judge(build(case, torch.bfloat16), "portable")
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("case", slow_but(EIGHT_BIT_ROWS, lambda case: case.name == "rows_odd_pages"), ids=str)
+def test_rows_of_656_bytes(case: CacheCase) -> None:
+    with portable.on_cpu(Options(seed=3), "sm_80"), trial(decode=TILES):
         judge(build(case, torch.bfloat16), "portable")
 
 

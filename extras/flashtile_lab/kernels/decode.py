@@ -48,12 +48,17 @@ def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild
     for call in calls:
         problem, tensors = described_call(capability, **call)
         made += kernel_builds(backend, "decode", problem, launches(problem, tensors), more=call.get("has", ()))
-    problem, tensors = latent_call(capability)
-    return made + kernel_builds(backend, "decode", problem, launches(problem, tensors), more=("latent rows",))
+    for eight_bits in (False, True):
+        problem, tensors = latent_call(capability, eight_bits=eight_bits)
+        more = ("latent rows", *(("of 656 bytes",) if eight_bits else ()))
+        made += kernel_builds(backend, "decode", problem, launches(problem, tensors), more=more)
+    return made
 
 
-def latent_call(capability: tuple[int, int] | None, page_size: int = 64) -> tuple[Problem, CacheTensors]:
-    """One over latent rows: 128 heads over one, of 64 columns and 512 of values."""
+def latent_call(
+    capability: tuple[int, int] | None, page_size: int = 64, *, eight_bits: bool = False
+) -> tuple[Problem, CacheTensors]:
+    """One over latent rows: 128 heads over one, of 64 columns and 512 of values, these in 16 bits or in 8."""
     problem, t = described_call(capability, head_dim=576, num_heads_q=128, page_size=page_size)
     cache = t.k_cache[:, :, :1]
     own, values = (slice(512, 576), slice(512))
@@ -61,7 +66,12 @@ def latent_call(capability: tuple[int, int] | None, page_size: int = 64) -> tupl
         t, out=t.q.new_empty(*t.q.shape[:-1], 512), q=t.q[..., own], qv=t.q[..., values], k_cache=cache[..., own],
         v_cache=cache[..., values],
     )  # fmt: skip
-    return problem.but(num_heads_kv=1, head_dim=64, head_dim_v=512, qv=True), tensors
+    problem = problem.but(num_heads_kv=1, head_dim=64, head_dim_v=512, qv=True, row_scale=eight_bits)
+    if eight_bits:
+        packed = torch.empty(*cache.shape[:-1], 656, dtype=torch.uint8, device="meta")
+        tensors.k_cache, tensors.v_cache = packed[..., 528:].view(_BF16), packed[..., :512].view(_FLOAT8)
+        tensors.row_scale = packed[..., 512:528].view(torch.float32)
+    return problem, tensors
 
 
 def described_call(

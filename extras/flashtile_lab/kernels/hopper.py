@@ -107,10 +107,10 @@ def _decode_builds() -> list[KernelBuild]:
         problem, tensors = described_call((9, 0), **call)
         wide = launch.wide_launch(problem, tensors, config.tiles(problem), 132)
         made += kernel_builds("hopper", "decode", problem, {"wide_cache_attention": wide}, limits(problem))
-    for size in (64, 16):
-        problem, tensors = latent_call((9, 0), size)
+    for size, rows in ((64, ""), (16, ""), (64, ", rows of 656 bytes")):
+        problem, tensors = latent_call((9, 0), size, eight_bits=rows != "")
         latent = {"latent_attention": latent_launch(problem, tensors)[0]}
-        made += kernel_builds("hopper", "decode", problem, latent, limits(problem), (f"pages of {size}",))
+        made += kernel_builds("hopper", "decode", problem, latent, limits(problem), (f"pages of {size}{rows}",))
     for dim, scales in ((128, False), (128, True), (64, False), (256, False)):
         problem, tensors = described_call(
             (9, 0), head_dim=dim, seqlen_q=512, packed=True, page_size=64, kv=FLOAT8, scales=scales
@@ -164,8 +164,8 @@ def limits(problem: Problem) -> dict[str, int]:
         **{f"big_backward_d{of}": 64 if problem.mask and _is_new_triton() else 0 for of in "qkv"},
         # All but a few bytes at head_dim 256 are the scheduler's, which has few registers.
         "wide_cache_attention": 128,
-        # The scheduler's, and what the scorer keeps over the copies of queries.
-        "latent_attention": 112 if _is_new_triton() else 64,
+        # The scheduler's, which with 8 bits has fewer registers, and what the scorer keeps over the copies of queries.
+        "latent_attention": (112 if _is_new_triton() else 64) + 48 * problem.row_scale,
     }
 
 

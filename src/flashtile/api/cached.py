@@ -90,7 +90,7 @@ def attention_with_kvcache(
             other strides are free, so that K and V may be views of one tensor, or heads lie before positions.
         v_cache: The same with head_dim_v, in k_cache's dtype. If it is ``k_cache[..., :head_dim_v]``, as address and
             strides say (MLA: head_dim 576, head_dim_v 512), each row is read once, and q may be its first head_dim_v
-            columns and the others as two tensors.
+            columns and the others as two tensors. Rows of 576 columns may be the 656 bytes of ``serving.latent_rows``.
         cache_seqlens: ``(batch,)`` int32: the keys of each sequence in the cache before appending; an int for all.
         page_table: ``(batch, max_pages)`` int32: key j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. What stands past a sequence's last page is not used.
@@ -188,7 +188,10 @@ def causality(causal: Any) -> tuple[Any, Tensor | None]:
 
 def completed(t: CacheTensors) -> CacheTensors:
     """A record of a call with what its caller left out: out, bounds and values of new keys, numbers as tensors."""
-    if not isinstance(t.q, Tensor):
+    k_cache = t.k_cache
+    if isinstance(k_cache, Tensor) and k_cache.shape[-1:] == (latent.ROW_BYTES,) and latent.has_eight_bit_rows(t):
+        t = latent.of_eight_bit_rows(t)
+    elif not isinstance(t.q, Tensor):
         t = latent.split_queries(t, t.q)
     if autocast.is_on():
         check_tensor("q", t.q)
@@ -201,9 +204,12 @@ def completed(t: CacheTensors) -> CacheTensors:
         t.tree_mask = tree_words("tree_mask", t.tree_mask)
     if t.out is None:
         t.out = _empty_out(t.q, t.v_cache)
+    number = t.k_scale
     for name, scale in (("k_scale", t.k_scale), ("v_scale", t.v_scale)):
         if scale is not None and type(scale) is not Tensor and not isinstance(scale, Tensor):
-            setattr(t, name, _one_scale(name, scale, t.k_cache))
+            # One tensor for one number says that it is one.
+            is_same = name == "v_scale" and type(number) is type(scale) and number == scale
+            setattr(t, name, t.k_scale if is_same else _one_scale(name, scale, t.k_cache))
     length: Any = t.cache_seqlens
     # isinstance alone would take longer than making the record.
     if type(length) is Tensor or isinstance(length, Tensor):

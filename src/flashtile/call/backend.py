@@ -138,6 +138,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("causal_each", "causal by sequence (a tensor)", lambda p: p.causal_each, _DECODE),
     Feature("tree_mask", "draft trees (tree_mask)", lambda p: p.tree, _DECODE),
     Feature("qv", "queries of values (qv, or values that are the keys' first columns)", lambda p: p.qv, _DECODE),
+    Feature("float8_rows", "latent rows of 656 bytes (8 bits, scales by row)", lambda p: p.row_scale, _DECODE),
     Feature("float8_cache", "float8 caches", _is_float8_cache, _DECODE),
     Feature("odd_float8_cache", "float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_cache, _DECODE),
 )

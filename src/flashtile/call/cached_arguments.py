@@ -25,6 +25,9 @@ _WORDS = ((torch.int64,), "bool (batch, T, T) or int64 words (batch, T)")
 _BOOL = ((torch.bool,), "bool")
 _SLOTS = ((torch.int64, torch.int32), "int64 or int32")
 _QV = Argument("Queries of values.", "batch seqlen_q num_heads_q head_dim_v", None, "rows")
+_ROW_SCALE = Argument(
+    "Of 8-bit values, by row and 128 columns.", "entries capacity num_heads_kv v_blocks", FLOAT32, "any"
+)
 _BY_POSITION = Argument("Rotations.", "seqlen_rotary rotary_dim/2", FLOAT32, "rows", like_q=True)
 
 
@@ -72,6 +75,7 @@ class CacheTensors:
     key_rows: Annotated[
         Tensor | None, replace(arguments.TENSORS["key_rows"], axes="batch num_heads_q mask_keys ends")
     ] = None
+    row_scale: Annotated[Tensor | None, _ROW_SCALE] = None
     operands: Annotated[tuple[Tensor, ...] | None, arguments.TENSORS["operands"]] = None
     numbers: Annotated[tuple[float, ...] | None, arguments.TENSORS["numbers"]] = None
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from flashtile.call.axes import Axes, checked_kinds, lengths_between, packed_lengths
 from flashtile.call.cached_arguments import (
     EIGHT_BITS,
+    FLOAT8,
     TENSORS,
     CacheOptions,
     CacheTensors,
@@ -69,7 +70,12 @@ def _with_qv(t: CacheTensors, o: CacheOptions, sizes: dict[str, int]) -> dict[st
     scale = (sizes["head_dim"] + sizes["head_dim_v"]) ** -0.5 if o.softmax_scale is None else o.softmax_scale
     assert t.qv is not None
     each = (t.q, t.k_cache, t.v_cache, t.qv)
-    return {"qv": True, "softmax_scale": scale, "aligned": all(map(is_aligned, each)) or t.q.device.type == "cpu"}
+    return {
+        "qv": True,
+        "row_scale": t.row_scale is not None,
+        "softmax_scale": scale,
+        "aligned": all(map(is_aligned, each)) or t.q.device.type == "cpu",
+    }
 
 
 def _check_tensors(t: CacheTensors, o: CacheOptions) -> dict[str, int]:
@@ -110,6 +116,8 @@ def _renamed(t: CacheTensors) -> dict[str, str]:
 
 def _check_company(t: CacheTensors, o: CacheOptions) -> None:
     """Refuses arguments that need others, or exclude them."""
+    if t.row_scale is not None:
+        _check_eight_bit_rows(t)
     for name, other in _NEEDS.items():
         if getattr(t, name) is not None and getattr(t, other) is None:
             raise InvalidInputError(name, f"is given, but goes with {other}")
@@ -127,14 +135,28 @@ def _check_company(t: CacheTensors, o: CacheOptions) -> None:
         raise InvalidInputError("max_seqlen_k", "is given, but goes with page_indptr alone")
     if t.k is not None and t.cu_seqlens_q is not None and t.cu_seqlens_k_new is None:
         raise InvalidInputError("cu_seqlens_k_new", "is None, but goes with k where q is packed")
-    if t.v_cache.dtype != t.k_cache.dtype:
+    if t.row_scale is None and t.v_cache.dtype != t.k_cache.dtype:
         raise InvalidInputError("v_cache", f"dtype is {t.v_cache.dtype}, but k_cache has {t.k_cache.dtype}")
     for name in ("k_scale", "v_scale"):
         if getattr(t, name) is not None and t.k_cache.dtype not in EIGHT_BITS:
             raise InvalidInputError(name, f"is given, but goes with float8 caches; k_cache has {t.k_cache.dtype}")
 
 
+def _check_eight_bit_rows(t: CacheTensors) -> None:
+    """Refuses what latent rows with values of 8 bits do not go with."""
+    if t.qv is None or t.v_cache.dtype != FLOAT8 or t.k_cache.dtype != t.q.dtype:
+        raise InvalidInputError(
+            "row_scale", "is given, but goes with qv, values in float8_e4m3fn and keys in q's dtype"
+        )
+    for name in ("k", "k_scale", "v_scale"):
+        if getattr(t, name) is not None:
+            hint = ": write new rows as flashtile.serving.latent_rows makes them" if name == "k" else ""
+            raise InvalidInputError(name, f"is given, but rows of 656 bytes have their scales{hint}")
+
+
 def _check_sizes(t: CacheTensors, sizes: dict[str, int]) -> None:
+    if t.row_scale is not None and sizes["head_dim_v"] != 128 * sizes["v_blocks"]:
+        raise InvalidInputError("row_scale", f"has {sizes['v_blocks']} scales a row for {sizes['head_dim_v']} columns")
     if t.in_pages and sizes["page_size"] == 0:
         raise InvalidInputError("k_cache", "page_size is 0, must be at least 1")
     if not t.in_pages and t.cache_batch_idx is None and sizes["entries"] < sizes["batch"]:

@@ -1,7 +1,7 @@
 """Problem: one frozen record of a call, made of records for groups of features.
 
-``Problem.of`` checks shapes, dtypes and devices by named axes; ``check_values`` checks the contents of index tensors
-where that costs no synchronisation. Everything below this layer may assume valid arguments.
+``Problem.of`` checks shapes, dtypes and devices by named axes, ``check_values`` the contents of index tensors where it
+costs no synchronisation. Everything below this layer may assume valid arguments.
 """
 
 from __future__ import annotations
@@ -153,6 +153,7 @@ class Problem:
         aligned: Whether addresses and strides of q, k and v are multiples of 16 bytes, as bulk copies need.
         rotary_interleaved: Whether a cached call that rotates pairs features (2i, 2i + 1).
         qv: Whether scores of a cached call are also those of further queries with the values.
+        row_scale: Whether these are latent rows of 656 bytes.
         gpu: Name of the GPU, for tiles that were measured on it; empty where it does not matter or is not here.
     """
 
@@ -177,6 +178,7 @@ class Problem:
     aligned: bool = True
     rotary_interleaved: bool = False
     qv: bool = False
+    row_scale: bool = False
     gpu: str = ""
 
     # Shorthand: how it is read, and the fields that ``but`` sets.
@@ -293,8 +295,7 @@ def checked_problem(t: Any, o: Any, sizes: dict[str, int], keys_values: tuple[Te
         "precision": Precision(q.dtype, k.dtype, q.dtype, q.dtype),
         "queries": SequenceLayout(sizes["seqlen_q"], packed), "keys": SequenceLayout(sizes.get("seqlen_k", 0), packed),
         "softmax_scale": sizes["head_dim"] ** -0.5 if o.softmax_scale is None else o.softmax_scale,
-        "score_mod": ScoreMod(o.softcap), "mask_mod": MaskMod(o.band),
-        "sinks": t.sinks is not None,
+        "score_mod": ScoreMod(o.softcap), "mask_mod": MaskMod(o.band), "sinks": t.sinks is not None,
         # On CPUs too an 8-bit cache is read in words.
         "aligned": (q.device.type == "cpu" and q.dtype == k.dtype) or all(map(is_aligned, (q, k, v))),
         **{name: sizes[name] for name in ("batch", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")},
@@ -379,9 +380,8 @@ def check_values(problem: Problem, tensors: Tensors) -> None:
 @functools.lru_cache(maxsize=64)
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
     """``(major, minor)`` of an NVIDIA device, None for any other."""
-    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_capability(device)
+    is_here = device.type == "cuda" and not torch.version.hip and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if is_here else None
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,5 +1,6 @@
 """What a small inference loop needs around ``flashtile.attention_with_kvcache``: pages, and draft trees."""
 
+from flashtile.serving.latent_rows import latent_rows
 from flashtile.serving.page_lists import page_list_from_table, page_table_from_list, pages_from_flashinfer
 from flashtile.serving.paged import OutOfPagesError, PagedBatch, PagedKVCache
 from flashtile.serving.trees import (
@@ -15,6 +16,7 @@ __all__ = [
     "OutOfPagesError",
     "PagedBatch",
     "PagedKVCache",
+    "latent_rows",
     "page_list_from_table",
     "page_table_from_list",
     "pages_from_flashinfer",

@@ -33,6 +33,7 @@ def case_of(name: str, lengths: tuple[int, ...], rows: int = 1, **values: object
 CASES = (
     case_of("one", (300,)),
     case_of("lengths", (500, 3, 0, 64)),
+    case_of("no_rows", (33, 5), 0),
     case_of("alike", (300, 310)),
     case_of("few_rows", (900,), heads=4),
     case_of("two_tiles", (333, 70), heads=128),
@@ -71,6 +72,18 @@ def running(num_sms: int) -> Iterator[None]:
 @pytest.mark.parametrize("num_sms", [1, 4, 7])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers(case: CacheCase, num_sms: int) -> None:
+    with on_cpu(seed=num_sms), running(num_sms):
+        judge(build(case, torch.bfloat16), "hopper")
+
+
+def rows_of(case: CacheCase) -> CacheCase:
+    """The case over rows of 656 bytes."""
+    return dataclasses.replace(case, name=f"{case.name}_656", float8="rows", layout="apart")
+
+
+@pytest.mark.parametrize("num_sms", [1, 4])
+@pytest.mark.parametrize("case", [rows_of(case) for case in CASES if case.kv_heads == 1], ids=str)
+def test_rows_of_656_bytes(case: CacheCase, num_sms: int) -> None:
     with on_cpu(seed=num_sms), running(num_sms):
         judge(build(case, torch.bfloat16), "hopper")
 

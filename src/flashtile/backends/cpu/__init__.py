@@ -33,7 +33,7 @@ _CAPABILITIES = Capabilities(
 )
 _OF_DECODE = {
     "alibi", "chunk", "pages", "float8_cache", "odd_float8_cache", "tree_mask", "causal_each", "intervals",
-    "row_intervals", "key_intervals", "head_intervals", "score_mod", "mask_mod", "qv",
+    "row_intervals", "key_intervals", "head_intervals", "score_mod", "mask_mod", "qv", "float8_rows",
 }  # fmt: skip
 _DECODE = dataclasses.replace(
     _CAPABILITIES,

@@ -207,22 +207,28 @@ def _keys(
     span: tuple[int, int],
 ) -> Tensor:
     """Keys or values of sequence b at positions ``span[0]`` to ``span[1]``: ``(1, length, num_heads_kv, dim)``."""
-    start, stop = span
-    bits = cache.view(torch.uint8) if cache.dtype in EIGHT_BITS else cache
-    if not t.in_pages:
-        found = bits[_entry(t, b), start:stop]
-    else:
-        size = problem.keys.page_size
-        # The page of a span without keys need not be one.
-        first = start // size
-        pages = _pages(t, b, torch.arange(first, -(-stop // size) if start < stop else first, device=_CPU))
-        skipped = start // size * size
-        found = bits.index_select(0, pages).flatten(0, 1)[start - skipped : stop - skipped]
+    found = _found(problem, t, cache.view(torch.uint8) if cache.dtype in EIGHT_BITS else cache, b, span)
     if cache.dtype not in EIGHT_BITS:
         return found[None]
     # Five times as fast as PyTorch's conversion.
-    found = _every_value(cache.dtype, one.dtype).index_select(0, found.flatten().int()).view(found.shape)
+    wide = one.dtype if t.row_scale is None else torch.float32
+    found = _every_value(cache.dtype, wide).index_select(0, found.flatten().int()).view(found.shape)
+    if t.row_scale is not None:
+        scales = _found(problem, t, t.row_scale, b, span)[..., None]
+        return (found.unflatten(-1, (-1, 128)) * scales).flatten(-2).to(one.dtype)[None]
     return (found if scale is None else found * _scales(problem, t, scale, b, span).to(found.dtype))[None]
+
+
+def _found(problem: Problem, t: CacheTensors, cache: Tensor, b: int, span: tuple[int, int]) -> Tensor:
+    """What a cache has of sequence b at these positions: ``(length, num_heads_kv, dim)``."""
+    start, stop = span
+    if not t.in_pages:
+        return cache[_entry(t, b), start:stop]
+    size = problem.keys.page_size
+    # The page of a span without keys need not be one.
+    first = start // size
+    pages = _pages(t, b, torch.arange(first, -(-stop // size) if start < stop else first, device=_CPU))
+    return cache.index_select(0, pages).flatten(0, 1)[start - first * size : stop - first * size]
 
 
 @functools.lru_cache(maxsize=4)

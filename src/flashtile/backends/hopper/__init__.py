@@ -41,7 +41,8 @@ _BACKWARD = dataclasses.replace(
 )
 _DECODE = dataclasses.replace(
     _BACKWARD, max_head_dim=512, chain_rows=0, head_dim_multiple=1, slow_if_tiny=False,
-    features=_COMMON | {"alibi", "chunk", "unaligned", "pages", "float8_cache", "tree_mask", "causal_each", "qv"},
+    features=_COMMON
+    | {"alibi", "chunk", "unaligned", "pages", "float8_cache", "float8_rows", "tree_mask", "causal_each", "qv"},
 )  # fmt: skip
 _QUANTIZED = dataclasses.replace(
     _FORWARD, max_head_dim=256, dtypes=(FLOAT8,), head_dim_multiple=16, slow_if_tiny=False, features=_COMMON

@@ -27,6 +27,7 @@ class Scales(NamedTuple):
     Attributes:
         k: ``Scale``, like v.
         v: Of the values.
+        rows: ``Rows`` of the scales by row and 128 columns of values alone, which then are bytes; of Nones for none.
         EIGHT_BIT: Whether it holds 8-bit numbers; others have no scales.
         E5M2: Whether those are e5m2; else e4m3.
         BITS: Whether the kernel decodes 8-bit numbers without instructions of NVIDIA's; e4m3 ones are then 2^-8 times
@@ -36,6 +37,7 @@ class Scales(NamedTuple):
 
     k: Any
     v: Any
+    rows: Any
     EIGHT_BIT: Any
     E5M2: Any
     BITS: Any

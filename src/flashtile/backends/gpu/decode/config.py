@@ -173,7 +173,8 @@ def choose(problem: Problem, *, few: bool = False) -> Config:
 
 def _big(problem: Problem, *, few: bool) -> Config:
     """The tiles of heads past 256: 32 rows of 512 columns, each run beside its split, take all registers of 8 warps."""
-    rows = FEW_ROWS if few or problem.seqlen_q * problem.group_size <= 16 else 32
+    # Values that are multiplied by scales of their rows take registers too.
+    rows = FEW_ROWS if few or problem.row_scale or problem.seqlen_q * problem.group_size <= 16 else 32
     if problem.dtype == torch.float32 or _has_little_shared_memory(problem):
         return Config(16, 16, 8, 1 if problem.dtype == torch.float32 else 2, 1)
     return Config(rows, 32 * (2 if problem.precision.kv.itemsize == 1 else 1), 8, 2, 1)

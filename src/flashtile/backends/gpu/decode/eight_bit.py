@@ -100,6 +100,30 @@ def page_scales(scale, page, h_kv, inside):
 
 
 @triton.jit
+def by_rows(codes, base, place, inside, rows, LIKE: tl.constexpr):
+    """A block of values from e4m3 bytes and their scales by row and 128 columns, rounded to LIKE.
+
+    Args:
+        codes: [BLOCK_N, BLOCK_DV].
+        base: Address of the first row's scales.
+        place: As ``kernel.place_block`` says.
+        inside: [BLOCK_N].
+        rows: ``Rows`` of the scales.
+        LIKE: A dtype.
+    """
+    page, first_row, row = place
+    if len(page.shape) == 0:
+        at = base + (first_row + row) * rows.stride_row
+    else:
+        at = base + page * rows.stride_b + row.to(tl.int64) * rows.stride_row
+    col = tl.arange(0, codes.shape[1])[None, :]
+    factor = tl.load(at, mask=inside, other=0.0)[:, None]
+    for i in tl.static_range(1, rows.DIM):
+        factor = tl.where(col >= 128 * i, tl.load(at + i, mask=inside, other=0.0)[:, None], factor)
+    return (decoded(codes.to(tl.uint16)).to(tl.float32) * 256.0 * factor).to(LIKE)
+
+
+@triton.jit
 def joined(acc, acc_odd, EIGHT_BIT: tl.constexpr):
     """A state's columns in their order."""
     return tl.interleave(acc, acc_odd) if EIGHT_BIT else acc

@@ -258,6 +258,9 @@ def read_keys(n, place, rows, head, call):
     v = k
     if call.qv.ptr is not None:
         v = load_block(call.cache.v, address_of(call.cache.v, place), at, inside)
+    if call.cache.scales.rows.ptr is not None:
+        base = address_of(call.cache.scales.rows, place)
+        v = eight_bit.by_rows(v, base, at, inside, call.cache.scales.rows, k.dtype)
     x, scale_log2 = score_block(k, v, n * BLOCK_N, key, inside, at[0], place, rows, head, call)
     return x, scale_log2, at, inside, v
 

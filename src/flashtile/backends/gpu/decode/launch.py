@@ -23,6 +23,7 @@ from flashtile.call.problem import Problem
 _OPERANDS = (
     "out", "lse", "q", "k", "v", "cached", "leftpad", "cu_seqlens_q", "cu_seqlens_new", "entries", "pages", "alibi",
     "sinks", "k_scale", "v_scale", "acc", "counters", "tree", "causal", "indptr", "qv", "row_keys", "key_rows",
+    "row_scale",
 )  # fmt: skip
 _APPEND_OPERANDS = (
     "k_new", "v_new", "k", "v", "q", "rotated", "cached", "starts", "entries", "pages", "cu_seqlens_new",
@@ -73,7 +74,7 @@ class DecodePlan:
             t.out, lse, q if rotated is None else rotated, t.k_cache, t.v_cache, t.cache_seqlens, t.cache_leftpad,
             t.cu_seqlens_q, t.cu_seqlens_k_new, t.cache_batch_idx, pages, t.alibi_slopes, t.sinks, t.k_scale,
             t.v_scale, workspace, zeros(q.device, counters) if counters else None,
-            t.tree_mask, t.causal, t.page_indptr, t.qv, t.row_keys, t.key_rows, *read_by_mods(t),
+            t.tree_mask, t.causal, t.page_indptr, t.qv, t.row_keys, t.key_rows, t.row_scale, *read_by_mods(t),
         ))  # fmt: skip
         return lse
 

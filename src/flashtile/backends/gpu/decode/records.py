@@ -64,20 +64,24 @@ def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int,
 def cache_of(problem: Problem, t: CacheTensors, as_8_bit: torch.dtype | None, block_d: int, block_dv: int) -> Cache:
     """The record of a cache whose 8-bit numbers are read as another type; without its rows if that is None."""
     p, is_8_bit = problem, _is_8_bit(problem)
+    values, none = t.v_cache, Rows(*[None] * len(Rows._fields))
+    if t.row_scale is not None:
+        values = values.view(torch.uint8)
     k, v = (
         None if as_8_bit is None else rows_of(name, cache.view(as_8_bit), block // as_8_bit.itemsize)
         if is_8_bit else rows_of(name, cache, block)
-        for name, cache, block in (("k", t.k_cache, block_d), ("v", t.v_cache, block_dv))
+        for name, cache, block in (("k", t.k_cache, block_d), ("v", values, block_dv))
     )  # fmt: skip
     e5m2 = p.precision.kv == torch.float8_e5m2
     # GPUs before sm_89 have no instruction that decodes e4m3 numbers.
     bits = is_8_bit and (p.compute_capability is None or (not e5m2 and p.compute_capability < (8, 9)))
     of_k, of_v = _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale)
+    of_rows = none if as_8_bit is None or t.row_scale is None else rows_of("row_scale", t.row_scale, block_dv // 128)
     by_page = t.in_pages and bool(of_k.stride_b or of_v.stride_b)
     bounds = None if t.k is None else pointer(t.cu_seqlens_k_new, "cu_seqlens_new")
     new = Sequences(bounds, p.batch, 0 if t.k is None or bounds is not None else t.k.shape[1])
     return Cache(
-        k, v, Scales(of_k, of_v, is_8_bit, e5m2, bits, by_page), new, pointer(t.cache_seqlens, "cached"),
+        k, v, Scales(of_k, of_v, of_rows, is_8_bit, e5m2, bits, by_page), new, pointer(t.cache_seqlens, "cached"),
         pointer(t.cache_batch_idx, "entries"), p.keys.length, Pointer(torch.int32, "pages") if t.in_pages else None,
         0 if t.page_table is None else t.page_table.stride(0), pointer(t.page_indptr, "indptr"), p.keys.page_size,
     )  # fmt: skip

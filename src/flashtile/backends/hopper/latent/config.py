@@ -27,6 +27,7 @@ class Config:
         piece: Columns of values that are loaded and released at once.
         registers: Of a summer's threads; a scorer's get what is left.
         few: Of the other warps' threads.
+        wide: Of the threads that make 16 bits of 8, if values are of 8.
         most_lanes: Programs at most that have tiles of a sequence at the same time.
     """
 
@@ -36,6 +37,7 @@ class Config:
     piece: int = 128
     registers: int = 168
     few: int = 40
+    wide: int = 40
     most_lanes: int = 8
 
     def __post_init__(self) -> None:
@@ -57,7 +59,9 @@ def choose(problem: Problem) -> Config:
     """The tiles of a call: states of two blocks if there are few rows to fold, or many programs that fold them."""
     held = tried("hopper_latent")
     rows = (1 if problem.varlen else problem.seqlen_q) * problem.group_size
-    return Config(fewest_blocks=2 if rows <= 16 or problem.batch == 1 else 4) if held is None else held
+    fewest = 2 if rows <= 16 or problem.batch == 1 else 4
+    of_8_bits = {"registers": 160, "few": 24} if problem.row_scale else {}
+    return Config(fewest_blocks=fewest, **of_8_bits) if held is None else held
 
 
 def against(problem: Problem) -> list[str]:
@@ -66,7 +70,8 @@ def against(problem: Problem) -> list[str]:
     size = p.keys.page_size
     reasons = {
         f"columns {p.head_dim} and {p.head_dim_v}, not 64 and 512": (p.head_dim, p.head_dim_v) != (64, 512),
-        "dtype": p.dtype not in (torch.float16, torch.bfloat16) or p.precision.kv != p.dtype,
+        "caches in 8 bits but of rows of 656 bytes": p.precision.kv.itemsize == 1,
+        "dtype": p.dtype not in (torch.float16, torch.bfloat16),
         f"pages of {size}": size not in (8, 16, 32) and size % ROWS > 0,
         "window": p.band.left is not None,
         "softcap": p.softcap > 0,
@@ -90,8 +95,9 @@ def _can_read(tensors: CacheTensors) -> bool:
     """Whether TMA can read the caches, the rows of all entries as if they were one tensor's, and copies the queries."""
     t = tensors
     assert t.qv is not None
+    caches = [x for x in (t.k_cache, t.v_cache, t.row_scale) if x is not None]
     strides = [(cache.shape[0], *cache.stride()[:2]) for cache in (t.k_cache, t.v_cache)]
     rows = all(row > 0 and entry % row == 0 and count * entry // row < 2**30 for count, entry, row in strides)
     queries = (t.qv,) if t.rotary_cos is not None else (t.q, t.qv)
     is_copied = all(stride % 16 == 0 for q in queries for stride in q.stride()[:-1])
-    return rows and is_copied and t.cache_leftpad is None and all(map(tensor_maps.is_readable, (t.k_cache, t.v_cache)))
+    return rows and is_copied and t.cache_leftpad is None and all(map(tensor_maps.is_readable, caches))

@@ -3,7 +3,8 @@
 A program has 64 rows of a sequence, query heads times queries, and some blocks of its keys. The scorer's product takes
 a block's 576 columns; its probabilities go where the block's own 64 columns of keys were, so that they take no memory.
 Two summers have half of the output's columns each, both operands of whose products are in shared memory. The scorer is
-at a block while the summers are at the one before, so that products and exponentials overlap. What a program computes
+at a block while the summers are at the one before, so that products and exponentials overlap. Values of 8 bits land
+in the first half of the buffer that they become, where further warps widen them. What a program computes
 says ``shares``; states of tiles that several programs have parts of are folded as those of the Triton kernel. The shape
 of the schedule is that of FlashMLA (DeepSeek, 2025) and FlashAttention-3's for wide values, with roles in other hands.
 """
@@ -12,9 +13,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.device.parts import also, make_rings
-from flashtile.backends.hopper.device.ring import make_records, make_ring, make_ring_beside
+from flashtile.backends.hopper.device.ring import make_landing, make_records, make_ring, make_ring_beside
 from flashtile.backends.hopper.latent.records import FIELDS, RECORD_SIZE, Channels
 from flashtile.backends.hopper.latent.roles import producer, scheduler, scorer, summer
+from flashtile.backends.hopper.latent.widening import widener
 
 
 @gluon.jit
@@ -25,7 +27,7 @@ def latent_attention(call, latent):
         call: ``call.Call``, without its caches' addresses.
         latent: ``records.Latent``.
     """
-    dtype: gl.constexpr = latent.v.dtype
+    dtype: gl.constexpr = latent.k.dtype
     N: gl.constexpr = call.schedule.BLOCK_N
     STAGES: gl.constexpr = latent.STAGES
     PIECE: gl.constexpr = latent.PIECE
@@ -34,6 +36,7 @@ def latent_attention(call, latent):
     of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, 64], dtype)
     of_values: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PIECE], dtype)
     of_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    WIDENS: gl.constexpr = latent.scales is not None
     # The scorer's 128 threads copy queries that TMA cannot load.
     COPIERS: gl.constexpr = 128 * (latent.q is None)
     queries = make_rings(dtype, 64, call.out.DIM + call.q.DIM, 1, 1, 1, PIECE, COPIERS)
@@ -43,12 +46,29 @@ def latent_attention(call, latent):
     keys = make_ring(dtype, [N, 64], of_keys, STAGES, 2)
     factors = make_ring_beside(keys, gl.float32, [64], of_rows)
     results = make_ring(gl.float32, [64], of_rows, 1, 2, 1, 2)
-    parts = make_records(FIELDS, "", RECORD_SIZE, 2, 4)
-    channels = Channels(parts, queries, values, keys, factors, results)
-    gl.warp_specialize([
-        (scorer, (channels, call, latent)),
-        (summer, (channels, call, latent, 0)),
-        (summer, (channels, call, latent, 1)),
-        (producer, (channels, call, latent)),
-        (scheduler, (parts, call, latent)),
-    ], [4, 4, 1, 1], [REGISTERS, REGISTERS, FEW, FEW])  # fmt: skip
+    parts = make_records(FIELDS, "", RECORD_SIZE, 2, 5 if WIDENS else 4)
+    if WIDENS:
+        SCALES: gl.constexpr = latent.scales.block_type.shape[4]
+        of_scales: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, SCALES], gl.float32)
+        landings = ()
+        for i in gl.static_range(len(values)):
+            landings = also(landings, make_landing(values[i]))
+        scales = make_ring(gl.float32, [N, SCALES], of_scales, STAGES, 1)
+        channels = Channels(parts, queries, values, landings, scales, keys, factors, results)
+        gl.warp_specialize([
+            (scorer, (channels, call, latent)),
+            (summer, (channels, call, latent, 0)),
+            (summer, (channels, call, latent, 1)),
+            (widener, (channels, call, latent)),
+            (producer, (channels, call, latent)),
+            (scheduler, (parts, call, latent)),
+        ], [4, 4, 4, 1, 1], [REGISTERS, REGISTERS, latent.WIDE, FEW, FEW])  # fmt: skip
+    else:
+        channels = Channels(parts, queries, values, values, factors, keys, factors, results)
+        gl.warp_specialize([
+            (scorer, (channels, call, latent)),
+            (summer, (channels, call, latent, 0)),
+            (summer, (channels, call, latent, 1)),
+            (producer, (channels, call, latent)),
+            (scheduler, (parts, call, latent)),
+        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, FEW, FEW])  # fmt: skip

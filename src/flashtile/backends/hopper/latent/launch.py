@@ -33,14 +33,21 @@ def latent_launch(problem: Problem, tensors: CacheTensors) -> tuple[Launch, int,
     own = {"SEARCH": search, "PATIENCE": PATIENCE if p.device_type == "cuda" else 1, "FOLD_ROWS": 1, "AHEAD": 1}
     call = call._replace(schedule=call.schedule._replace(**own))
     rows = min(64, p.keys.page_size or 64)
-    k, v = (tensor_maps.entries_map(name, x, rows, 64) for name, x in (("k", t.k_cache), ("v", t.v_cache)))
-    k_rows, v_rows = (x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache))
     c, lanes = config, lanes_of(p, min(config.most_lanes, programs))
+    k, v = (
+        tensor_maps.entries_map(name, x, rows, cols)
+        for name, x, cols in (("k", t.k_cache, 64), ("v", t.v_cache, c.piece if p.row_scale else 64))
+    )
+    k_rows, v_rows = (x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache))
+    s = t.row_scale
+    scales = None if s is None else tensor_maps.entries_map("row_scale", s, rows, s.shape[-1])
     latent = Latent(
-        *queries_of(p, t), k, v, k_rows, v_rows, c.fixed_cost, c.fewest_blocks, c.stages, c.piece, lanes, c.registers,
-        c.few,
+        *queries_of(p, t), k, v, scales, k_rows, v_rows, c.fixed_cost, c.fewest_blocks, c.stages, c.piece, lanes,
+        c.registers, c.few, c.wide,
     )  # fmt: skip
-    launch = Launch(latent_attention, programs, {"call": call, "latent": latent}, {"num_warps": 4, "maxnreg": 128})
+    # All that a multiprocessor has for each of 20 warps, or of 16.
+    most = 96 if p.row_scale else 128
+    launch = Launch(latent_attention, programs, {"call": call, "latent": latent}, {"num_warps": 4, "maxnreg": most})
     return launch, slots * (p.head_dim_v + 4), 4 * programs
 
 
@@ -53,11 +60,11 @@ def queries_of(problem: Problem, tensors: CacheTensors) -> tuple[TensorMap | Non
 
 
 def query_map(name: str, queries: Tensor) -> TensorMap | None:
-    """Boxes of a tile's rows by 64 columns, if heads and then queries follow one another at the same distance."""
+    """Boxes of a tile's rows by 64 columns, if there are rows, whose heads and queries are at the same distance."""
     x = queries if queries.dim() == 4 else queries[None]
     batch, seqlen, heads, dim = x.shape
     entry, row, head, _ = x.stride()
-    if (min(seqlen, heads) > 1 and row != heads * head) or not tensor_maps.is_readable(x):
+    if 0 in x.shape or (min(seqlen, heads) > 1 and row != heads * head) or not tensor_maps.is_readable(x):
         return None
     geometry = tensor_maps.geometry((batch, seqlen * heads, dim), (entry, row if heads == 1 else head, 1), varlen=False)
     layout = gl.NVMMASharedLayout.get_default_for([1, ROWS, 64], tensor_maps.GLUON_DTYPES[x.dtype])

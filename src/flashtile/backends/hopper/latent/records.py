@@ -24,6 +24,7 @@ class Latent(NamedTuple):
         qv: Likewise of those of the values.
         k: A descriptor of the keys' own columns, with boxes of the rows of a block, or of a smaller page.
         v: Likewise of the values.
+        scales: Likewise of the scales of 8-bit values, by row and 128 columns; None where values are of 16 bits.
         k_entry_rows: Rows from one entry to the next: a sequence, or a page.
         v_entry_rows: Likewise.
         fixed_cost: Of a tile, in blocks: ``shares``.
@@ -33,12 +34,14 @@ class Latent(NamedTuple):
         LANES: Programs with tiles of the same sequence at the same time.
         REGISTERS: Of a summer's threads.
         FEW: Of the threads of the warps that load and find work.
+        WIDE: Of the threads that make 16 bits of 8.
     """
 
     q: Any
     qv: Any
     k: Any
     v: Any
+    scales: Any
     k_entry_rows: Any
     v_entry_rows: Any
     fixed_cost: Any
@@ -48,6 +51,7 @@ class Latent(NamedTuple):
     LANES: Any
     REGISTERS: Any
     FEW: Any
+    WIDE: Any
 
 
 @aggregate
@@ -59,6 +63,8 @@ class Channels:
         queries: Those of a part by pieces of columns, of the values' first and then of the keys'; one use each.
         values: By pieces of columns, each released by the one summer that has it: the scorer has read a block before
             it leaves the probabilities without which summers do not begin.
+        landings: Values of 8 bits, where ``values`` will be; the same as those where they are of 16.
+        scales: Theirs, of a block; ``factors`` where there are none.
         keys: The keys' own columns, in whose place the scorer leaves the block's probabilities, which take as much.
         factors: By which rows are rescaled before a block is added.
         results: Of a part, the rows' maxima and sums.
@@ -67,6 +73,8 @@ class Channels:
     parts: Records
     queries: gl.tuple
     values: gl.tuple
+    landings: gl.tuple
+    scales: Ring
     keys: Ring
     factors: Ring
     results: Ring

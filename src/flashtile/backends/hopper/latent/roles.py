@@ -10,7 +10,14 @@ from flashtile.backends.hopper.decode.roles import last_keys_of, publish
 from flashtile.backends.hopper.device.fragments import keep_columns, row_tops, thread_sums
 from flashtile.backends.hopper.device.gluon_compat import as_box, thread_barrier, tma_load
 from flashtile.backends.hopper.device.inline_ptx import rescale
-from flashtile.backends.hopper.device.parts import HeadRows, also, box_of, wait_for_products, zero_accumulator
+from flashtile.backends.hopper.device.parts import (
+    HeadRows,
+    also,
+    box_of,
+    narrow,
+    wait_for_products,
+    zero_accumulator,
+)
 from flashtile.backends.hopper.forward.gather import copy_box, rows_by_lanes
 from flashtile.backends.hopper.latent import shares
 from flashtile.backends.hopper.latent.folds import end_part
@@ -93,8 +100,10 @@ def producer(channels, call, latent):
         while n < stop:
             following = pages_of(b, entry, high, n + 1, call, latent)
             rows, own = boxes_of(pages, high, h_kv, n, latent.v_entry_rows, latent.k_entry_rows, call)
+            if latent.scales is not None:
+                load_scales(latent.scales, channels.scales, used, rows)
             for i in gl.static_range(len(channels.values)):
-                load_piece(latent.v, channels.values[i], used, rows, PIECE * i)
+                load_piece(latent.v, channels.landings[i], used, rows, PIECE * i)
             load_piece(latent.k, channels.keys, used, own, 0)
             if (n == start) & (parts > 0):
                 load_queries(channels, parts, call, latent)
@@ -148,11 +157,23 @@ def load_piece(desc, ring, use, rows, COL: gl.constexpr):
     BOX: gl.constexpr = desc.block_type.shape[4]
     KEYS: gl.constexpr = ring.buffers.shape[1]
     WIDTH: gl.constexpr = ring.buffers.shape[2]
-    full, tile = ring.acquire(use, KEYS * WIDTH * 2), ring.at(use)
+    BITS: gl.constexpr = desc.dtype.primitive_bitwidth
+    full, tile = ring.acquire(use, KEYS * WIDTH * BITS // 8), ring.at(use)
+    if BITS == 8:
+        tile = narrow(tile, desc.dtype, WIDTH)
     for i in gl.static_range(len(rows)):
         for j in gl.static_range(WIDTH // BOX):
             box = box_of(box_of(tile, i * ROWS, ROWS, 0), j * BOX, BOX)
             tma_load(desc, rows[i][0].at(rows[i][1], COL + j * BOX), full, as_box(box, desc))
+
+
+@gluon.jit
+def load_scales(desc, ring, use, rows):
+    """Starts the load of a block's scales."""
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    full, tile = ring.acquire(use, ring.buffers.shape[1] * ring.buffers.shape[2] * 4), ring.at(use)
+    for i in gl.static_range(len(rows)):
+        tma_load(desc, rows[i][0].at(rows[i][1], 0), full, as_box(box_of(tile, i * ROWS, ROWS, 0), desc))
 
 
 @gluon.jit
