@@ -101,9 +101,14 @@ def load(launch: Launch, what: Specialisation, device: int) -> Any:
 @functools.cache
 def start_hashing() -> threading.Thread:
     """Has Triton hash its own 400 MB, for the keys of its cache, while a process imports its first kernels."""
-    thread = threading.Thread(target=lambda: importlib.import_module("triton.runtime.cache").triton_key())
+    thread = threading.Thread(target=_hash)
     thread.start()
     return thread
+
+
+def _hash() -> None:
+    # Where another release keeps it elsewhere, its first build calls it.
+    getattr(importlib.import_module("triton.runtime.cache"), "triton_key", int)()
 
 
 def _load_code(compiled: Any, device: int) -> None:

@@ -272,22 +272,29 @@ def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
     else:
         p = gl.exp2(mod.add_terms(s * mod.scale_log2, pairs, fetched, LOG2_E) - lse_log2)
         factor = p
-    p = kept_of(p, kept, grid, mod, pairs, fetched)
-    return p, kept_of(factor, kept, grid, mod, pairs, fetched) if mod.has_softcap else p
+    return kept_of(p, factor, kept, grid, mod, pairs, fetched, mod.has_softcap)
 
 
 @gluon.jit
-def kept_of(p, kept, grid, mod, pairs, fetched):
-    """What a block is, 0 where the band, a mask or what lists have of it drop a pair."""
+def kept_of(p, factor, kept, grid, mod, pairs, fetched, TWO: gl.constexpr):
+    """(p, factor), 0 where the band, a mask or what lists have of it drop a pair; factor is p unless they are TWO."""
     if grid.call.mods.band.lists is None:
-        if is_cut(pairs.row, kept, grid):
-            p = keep_rows(p, pairs, kept, grid)
+        p, factor = cut(p, factor, kept, grid, pairs, TWO)
     else:
         # Bits of lists say where a sequence ends, too.
-        if not grid.call.mods.band.lists.BITS or grid.call.mods.band.lists.EDGES:  # noqa: SIM102 compile-time conditions
-            if is_cut(pairs.row, kept, grid):
-                p = keep_rows(p, pairs, kept, grid)
-    return mod.select(p, pairs, fetched, 0.0, grid.call.mods)
+        if not grid.call.mods.band.lists.BITS or grid.call.mods.band.lists.EDGES:
+            p, factor = cut(p, factor, kept, grid, pairs, TWO)
+    p = mod.select(p, pairs, fetched, 0.0, grid.call.mods)
+    return p, mod.select(factor, pairs, fetched, 0.0, grid.call.mods) if TWO else p
+
+
+@gluon.jit
+def cut(p, factor, kept, grid, pairs, TWO: gl.constexpr):
+    """``kept_of`` of the band, in one branch for both: two would spill more."""
+    if is_cut(pairs.row, kept, grid):
+        p = keep_rows(p, pairs, kept, grid)
+        factor = keep_rows(factor, pairs, kept, grid) if TWO else p
+    return p, factor
 
 
 @gluon.jit
@@ -307,8 +314,7 @@ def mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
     else:
         s = s * LOG2_E
     p = gl.exp2(mod.add_terms(s, pairs, fetched, LOG2_E) - lse_log2)
-    p = kept_of(p, kept, grid, mod, pairs, fetched)
-    factor = p
+    p, factor = kept_of(p, p, kept, grid, mod, pairs, fetched, False)
     if grid.gradients.HAS_SLOPE or mod.has_softcap:
         factor = gl.where(p == 0.0, 0.0, p * slope)
     return p, factor
