@@ -236,7 +236,7 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
     total_max, total_sum, runs = run_max, run_sum, 0
 
     channels.keys[0].wait(used)
-    s = warpgroup_mma_wait(0, deps=[start_scores(channels.queries, 0, channels.keys, used, zeros)])
+    s = warpgroup_mma_wait(0, deps=[start_scores(channels.queries, 0, channels.keys, used, zeros, ())])
     channels.keys[0].release(used)
     s = masked(s, n, last_keys, clear_blocks, call)
     row_max = gl.full([64], float("-inf"), gl.float32, s_row)
@@ -247,7 +247,7 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
     splits_left = splits
     while n < stop:
         channels.keys[0].wait(used + 1)
-        s = start_scores(channels.queries, 0, channels.keys, used + 1, zeros)
+        s = start_scores(channels.queries, 0, channels.keys, used + 1, zeros, ())
         accs = rescale_rows(accs, factor)
         channels.values[0].wait(used)
         accs = add_products(probs, channels.values, used, accs)

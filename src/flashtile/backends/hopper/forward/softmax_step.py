@@ -215,7 +215,7 @@ def operand(probs, like):
 
 
 @gluon.jit
-def start_first_scores(channels, tiles, used, loop, x, ADDS: gl.constexpr = False, q=(), DIM: gl.constexpr = None):
+def start_first_scores(channels, tiles, used, loop, x, q, ADDS: gl.constexpr = False, DIM: gl.constexpr = None):
     """Starts a tile's first scores, ``x`` plus products if it ADDS; without a tile, those of stale buffers.
 
     q, DIM: as of ``start_scores``.
@@ -225,7 +225,7 @@ def start_first_scores(channels, tiles, used, loop, x, ADDS: gl.constexpr = Fals
     if len(q) == 0:
         channels.queries[0].wait(tiles, loop.is_tile)
     keys.wait(used + loop.skipped, loop.is_tile)
-    return start_scores(channels.queries, tiles, channels.keys, used + loop.skipped, x, ADDS, q, DIM)
+    return start_scores(channels.queries, tiles, channels.keys, used + loop.skipped, x, q, ADDS, DIM)
 
 
 @gluon.jit
@@ -246,7 +246,7 @@ def first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGR
         channels.queries[0].wait(tiles, loop.is_tile)
         q = held_tiles(channels.queries, tiles, zeros, DIM)
         channels.queries[0].release(tiles, loop.is_tile)
-    s = start_first_scores(channels, tiles, used, loop, x, ADDS, q, DIM)
+    s = start_first_scores(channels, tiles, used, loop, x, q, ADDS, DIM)
     mod.release_early(pairs)
     return s, pairs, q
 
@@ -284,7 +284,7 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
         row_max = pingpong_wait(row_max, WARPGROUP)
     ADDS: gl.constexpr = len(mod.early) + len(mod.alibi_by_mma) > 0
     DIM: gl.constexpr = call.q.DIM
-    s = start_scores(channels.queries, tiles, channels.keys, used + 1, x, ADDS, state.q, DIM)
+    s = start_scores(channels.queries, tiles, channels.keys, used + 1, x, state.q, ADDS, DIM)
     mod.release_early(pairs)
     if not schedule.PINGPONG:
         accs = rescale_rows(accs, state.factor)

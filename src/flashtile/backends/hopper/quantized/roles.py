@@ -119,7 +119,7 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
         if not BEHIND:
             t = warpgroup_mma_wait(0, deps=[t])
             accs = add_product(t, accs, state.factor)
-        s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros)
+        s = start_first_scores(channels, tiles + 1, used + 1, loop, zeros, ())
         if BEHIND:
             t = warpgroup_mma_wait(1, deps=[t])
             accs = add_product(t, accs, state.factor)
@@ -142,7 +142,7 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
 def first_block_of(channels, tiles, used, loop, own, zeros, scales, schedule):
     """A tile's first ``Block``, with nothing else under way."""
     score, unit = fetch_block(scales, own, loop.n_block, schedule, True)
-    s = start_first_scores(channels, tiles, used, loop, zeros)
+    s = start_first_scores(channels, tiles, used, loop, zeros, ())
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)
     channels.keys[0].release(used + loop.skipped, loop.is_tile)
@@ -156,7 +156,7 @@ def step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND: gl.con
     probs = packed_operand(state.words, accs[0].shape[1])
     if BEHIND:
         channels.keys[0].wait(used + 1)
-        s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros)
+        s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros, ())
         channels.values[0].wait(used)
         accs, t = start_products(probs, channels.values[0].at(used), accs, state.factor)
         score, unit = fetch_block(scales, at.own, at.n_block - 1, schedule, False)
@@ -169,7 +169,7 @@ def step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND: gl.con
         accs = add_product(t, accs, state.factor)
         channels.values[0].release(used)
         channels.keys[0].wait(used + 1)
-        s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros)
+        s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros, ())
         s = warpgroup_mma_wait(0, deps=[s])
     channels.keys[0].release(used + 1)
     block = Block(s, state.next_score, state.next_unit)
