@@ -190,7 +190,7 @@ def box_of(tile, start, WIDTH: gl.constexpr, DIM: gl.constexpr = 1):
 def start_scores(q_rings, tiles, k_rings, use, x, q, ADDS: gl.constexpr = False, DIM: gl.constexpr = None):
     """Starts the products of queries and keys: a sum over the parts, and ``x`` if it ADDS.
 
-    q: The queries' parts in registers, or () if they are not there. DIM: Columns that are not 0, in sixteens; None: all.
+    q: The queries' parts in registers, or (). DIM: Columns that are not 0, in sixteens; None: all.
     """
     s = x
     for i in gl.static_range(len(k_rings)):
