@@ -374,6 +374,8 @@ def test_float8_needs_all_of_its_tensors() -> None:
         fa3.flash_attn_func(q, Q, q, attention_chunk=2)
     with pytest.raises(InvalidInputError, match="^v_cache: dtype"):
         fa3.flash_attn_with_kvcache(q, q, Q, cache_seqlens=4)
+    with pytest.raises(InvalidInputError, match="^k: "):
+        fa3.flash_attn_func(q, q[0, 0, 0], q, attention_chunk=2)
     with pytest.raises(InvalidInputError, match="^k_descale: is"):
         fa3.flash_attn_with_kvcache(q, q, q, cache_seqlens=4, k_descale=torch.ones(1, 3))
     with pytest.raises(UnsupportedError, match="^qv: "):

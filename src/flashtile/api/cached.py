@@ -207,7 +207,7 @@ def completed(t: CacheTensors) -> CacheTensors:
     number = t.k_scale
     for name, scale in (("k_scale", t.k_scale), ("v_scale", t.v_scale)):
         if scale is not None and type(scale) is not Tensor and not isinstance(scale, Tensor):
-            # One tensor for one number says that it is one.
+            # Latent rows have one scale for keys and values where that is one tensor.
             is_same = name == "v_scale" and type(number) is type(scale) and number == scale
             setattr(t, name, t.k_scale if is_same else _one_scale(name, scale, t.k_cache))
     length: Any = t.cache_seqlens
@@ -226,7 +226,7 @@ def _empty_out(q: Tensor, v_cache: Tensor) -> Tensor:
         if type(x) is not Tensor or x.is_nested or x.layout is not torch.strided:
             check_tensor(name, x)
     if q.is_contiguous() and q.shape[-1:] == v_cache.shape[-1:]:
-        return torch.empty_like(q)  # 2 us less
+        return torch.empty_like(q)
     # Slices, so that tensors of too few dimensions are refused by name.
     return q.new_empty((*q.shape[:-1], *v_cache.shape[-1:]))
 

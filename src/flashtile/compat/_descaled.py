@@ -43,7 +43,7 @@ def attend(
     given = keywords | {"return_lse": True}
     with torch.no_grad():
         if keywords["attention_chunk"]:
-            wide, finished = widened(q, tensor("k", k).shape[-2], descales, packed[0] if packed else None)
+            wide, finished = widened(q, tensor("k", k), descales, packed[0] if packed else None)
             out, lse = call(wide, *(eight_bits(n, x).to(wide.dtype) for n, x in (("k", k), ("v", v))), *packed, **given)
             out = finished(out)
         else:
@@ -70,7 +70,7 @@ def over_cache(
     if qv is not None:
         raise UnsupportedError("qv: is given with a float8_e4m3fn q, with which it does not go")
     k_cache, _ = (eight_bits(name, x) for name, x in zip(("k_cache", "v_cache"), caches, strict=True))
-    wide, finished = widened(q, k_cache.shape[-2], descales, cu_seqlens_q)
+    wide, finished = widened(q, k_cache, descales, cu_seqlens_q)
     k, v, *tables = others
     new = (None if x is None else eight_bits(name, x).to(wide.dtype) for name, x in (("k", k), ("v", v)))
     return wide, *new, *(x.to(wide.dtype) if isinstance(x, Tensor) else x for x in tables), finished
@@ -91,12 +91,13 @@ def eight_bits(name: str, x: Any) -> Tensor:
 
 
 def widened(
-    q: Tensor, num_heads_kv: int, descales: tuple[Tensor | None, ...], cu_seqlens_q: Tensor | None = None
+    q: Tensor, k: Tensor, descales: tuple[Tensor | None, ...], cu_seqlens_q: Tensor | None = None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """(q in bfloat16, what makes a call's out of that over values as they are).
 
     q is multiplied by its descale and that of the keys, and rounded once more; bfloat16 has all numbers of 8 bits.
     """
+    num_heads_kv = k.shape[-2] if k.dim() > 1 else 0
     shape = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1, num_heads_kv
     for name, x in zip(_NAMES, descales, strict=True):
         if x is not None and (tensor(name, x).shape != shape or x.dtype != torch.float32 or x.device != q.device):
