@@ -137,7 +137,7 @@ class Flashtile(Provider):
 
 
 class EightBits(Flashtile):
-    """This library in 8 bits by one backend: attention of tensors quantised before, or in the call."""
+    """This library in 8 bits by one backend: of tensors quantised before, to 8 bits like cuDNN, or in the call."""
 
     limit = EIGHT_BIT_ERROR
 
@@ -157,10 +157,15 @@ class EightBits(Flashtile):
             return super().prepare(case, inputs, what)
         features = self._features(case, inputs)
         names = [name for name in features if "seqlen" in name]
-        record = flashtile.quantize(inputs.q, inputs.k, inputs.v, **{name: features.pop(name) for name in names})
+        lengths = {name: features.pop(name) for name in names}
+        out_scale = torch.full((1,), 1 / cudnn_fp8.OF_OUT, device=inputs.q.device)
+        record = flashtile.quantize(inputs.q, inputs.k, inputs.v, out_scale=out_scale, **lengths)
         del features["precision"]
         attention: Attend = flashtile.attention if case.lengths is None else flashtile.attention_varlen  # type: ignore
         return lambda: (attention(record, **features),)
+
+    def native(self, tensors: Outputs, case: Case) -> Outputs:
+        return tensors if self.in_call else tuple(x.float() / cudnn_fp8.OF_OUT for x in tensors)
 
     def _features(self, case: Case, inputs: Inputs) -> dict[str, Any]:
         return super()._features(case, inputs) | {"precision": "fp8"}

@@ -5,7 +5,8 @@ cell ends, and a table is printed at the end, also when the budget ends the run 
 
 In suite fp8 all get the same normal numbers in 16 bits and round them in their own way: ours with a scale a block,
 rotated and smoothed, before the timed call or, where the name ends in ``-call``, in it; cuDNN with a scale a tensor,
-before. Its last cells are our rounding alone, and a copy of as many bytes.
+before. Outputs of what was rounded before have 8 bits, others 16. Its last cells are our rounding alone, and a copy of
+as many bytes.
 """
 
 from __future__ import annotations

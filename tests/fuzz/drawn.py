@@ -333,6 +333,7 @@ def _quantized(d: Draw, name: str) -> QuantizedCase:
         **d.heads(),
         **(band | {"window": band["window"] or (None, None)}),
         **scores,
+        out_scale=d.pick(0.01, 0.001) if d.chance() else None,
     )
 
 

@@ -230,6 +230,7 @@ def laid_out_8_bits(case: QuantizedCase) -> QuantizedTensors:
         scale(case.scales[2], case.kv_heads, blocks[1]),
         shift=empty(*lead, case.heads, rows_q[-1]) if case.shifted else None,
         sinks=empty(case.heads) if case.sinks else None, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1],
+        out_scale=None if case.out_scale is None else empty(1),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -38,6 +38,7 @@ class QuantizedCase:
         scales: Of q, k and v: "block", "head" or "tensor".
         shifted: Whether a shift is given.
         half: Whether the output is float16.
+        out_scale: Of an output of 8 bits; None for one of 16.
     """
 
     name: str
@@ -57,6 +58,7 @@ class QuantizedCase:
     scales: tuple[str, str, str] = ("block", "block", "block")
     shifted: bool = False
     half: bool = False
+    out_scale: float | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -104,6 +106,10 @@ CASES: tuple[QuantizedCase, ...] = (
     QuantizedCase("packed_window", ((140, 140), (9, 33)), packed=True, window=(60, 3), heads=4, kv_heads=2),
     QuantizedCase("packed_by_tensor", ((140, 140), (9, 33)), packed=True, scales=("tensor", "head", "tensor")),
     QuantizedCase("packed_no_sequences", (), packed=True, spare=3),
+    QuantizedCase("eight_bit_output", causal=True, out_scale=0.004),
+    QuantizedCase("eight_bit_output_cut", _LONG, out_scale=0.0005, shifted=True),
+    QuantizedCase("eight_bit_output_packed", ((130, 257), (0, 5), (7, 0), (5, 40)), packed=True, spare=3, sinks=True,
+                  head_dim=64, head_dim_v=80, out_scale=0.01),
     QuantizedCase("everything", ((131, 70), (40, 290), (0, 3)), packed=True, spare=2, causal=True, window=(100, 0),
                   sinks=True, heads=4, kv_heads=2, head_dim=48, head_dim_v=32, scales=("block", "block", "head"),
                   shifted=True, half=True, scale=0.2),
@@ -157,6 +163,8 @@ def build(case: QuantizedCase, device: str = "cpu", seed: int = 0) -> QuantizedC
         tensors["shift"][..., len(rows_q) - case.spare if case.packed else shape[-1] :] = torch.nan
     if case.sinks:
         tensors["sinks"] = torch.randn(case.heads, generator=make)
+    if case.out_scale is not None:
+        tensors["out_scale"] = torch.tensor([case.out_scale])
     if case.packed:
         for name, side in (("cu_seqlens_q", 0), ("cu_seqlens_k", 1)):
             tensors[name] = _bounds(case, side)
@@ -351,9 +359,14 @@ def judge(call: QuantizedCall, backend: str, rounding: Rounding = EIGHT_BIT, wat
         return
     with nullcontext() if watched else poisoned_memory():
         out, lse = (x.cpu() for x in call.run(backend))
-    want = exact(call, rounding)
-    assert out.dtype == call.options.dtype and lse.dtype == torch.float32
+    want, dtype = exact(call, rounding), call.options.dtype if call.case.out_scale is None else FLOAT8
+    assert out.dtype == dtype == call.problem.out_dtype and lse.dtype == torch.float32
     assert out.is_contiguous() and lse.is_contiguous() and out.shape == want.out.shape and lse.shape == want.lse.shape
+    if (scale := call.case.out_scale) is not None:
+        # Half a step of the smallest numbers, 2^-9, besides half a step of all, which ``exact`` knows.
+        out, least = out.double() * scale, 2**-10 * scale
+        most = 448 * scale
+        want = replace(want, out=want.out.clamp(-most, most), worst=want.worst + least, usual=want.usual + least)
     _assert_within("out", out, want.out, want.worst, want.usual)
     _assert_within("lse", lse, want.lse, want.worst_lse, want.usual_lse)
 

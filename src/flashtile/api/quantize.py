@@ -39,6 +39,7 @@ def quantize(
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
     seed: int = 0,
+    out_scale: Tensor | None = None,
 ) -> Quantized:
     """Rounds q, k and v to 8 bits (e4m3), for ``attention`` and ``attention_varlen``.
 
@@ -67,9 +68,11 @@ def quantize(
         rotary_sin: Like rotary_cos.
         rotary_interleaved: Rotates pairs of features (2i, 2i + 1); otherwise ``(i, i + rotary_dim / 2)``.
         seed: Of the random signs.
+        out_scale: float32 ``(1,)``: the output of calls with the record is divided by it and rounded to 8 bits (e4m3),
+            what is past 448 to 448, as a next layer in 8 bits takes it.
 
     Returns:
-        The record. Its output dtype is float16 for float16 tensors, else bfloat16.
+        The record. Its output dtype is float16 for float16 tensors, else bfloat16, without an ``out_scale``.
 
     Raises:
         InvalidInputError: Naming the argument that does not fit.
@@ -77,7 +80,7 @@ def quantize(
     Source: Shah et al. 2024, arXiv:2407.08608, section 3.3 (blocks, rotation); Zhang et al. 2024, arXiv:2411.10958
     (smoothing).
     """
-    given = Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, rotary_cos, rotary_sin)
+    given = Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, rotary_cos, rotary_sin, out_scale)
     choices, lengths = Choices(scales, rotate, smooth_k, rotary_interleaved, seed), (max_seqlen_q, max_seqlen_k)
     if _is_traced(given):
         _problem(given, choices, lengths)

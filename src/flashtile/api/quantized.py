@@ -154,7 +154,7 @@ def of_record(record: Quantized, sinks: Tensor | None) -> QuantizedTensors:
     """The operator's tensors of a call."""
     r = record
     return QuantizedTensors(
-        r.q, r.k, r.v, r.q_scale, r.k_scale, r.v_scale, r.shift, sinks, r.cu_seqlens_q, r.cu_seqlens_k
+        r.q, r.k, r.v, r.q_scale, r.k_scale, r.v_scale, r.shift, sinks, r.cu_seqlens_q, r.cu_seqlens_k, r.out_scale
     )
 
 

@@ -53,11 +53,13 @@ class Quantized:
         cu_seqlens_k: Bounds of packed keys.
         max_seqlen_q: The longest packed queries, if known.
         max_seqlen_k: The longest packed keys, if known.
-        dtype: Of the output, bfloat16 or float16.
+        dtype: Of the output, bfloat16 or float16, unless there is an out_scale.
         scales: ``"block"``, ``"head"`` or ``"tensor"``: what one scale is for.
         rotated: Whether q and k were rotated.
         smoothed: Whether the mean of k was taken off.
         seed: Of the rotation's signs.
+        out_scale: float32 ``(1,)``: the output is float8_e4m3fn, attention's divided by this and cut to 448 either way;
+            None for an output of 16 bits.
     """
 
     q: Tensor
@@ -76,6 +78,7 @@ class Quantized:
     rotated: bool = False
     smoothed: bool = False
     seed: int = 0
+    out_scale: Tensor | None = None
 
     def dequantized(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v in float32, rows in their order; q and k as rotated and smoothed as they are.
@@ -104,6 +107,7 @@ class Quantized:
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        out_scale: Tensor | None = None,
     ) -> Quantized:
         """The record of e4m3 tensors with FlashAttention-3's descales. V is copied, transposed; q and k are kept.
 
@@ -119,6 +123,7 @@ class Quantized:
             max_seqlen_q: The longest packed queries, if known.
             max_seqlen_k: The longest packed keys, if known.
             dtype: Of the output, bfloat16 or float16.
+            out_scale: As of ``Quantized``.
 
         Raises:
             InvalidInputError: Naming the argument that does not fit.
@@ -142,7 +147,7 @@ class Quantized:
         columns = as_columns(split(v.contiguous().view(torch.uint8), cu_seqlens_k)).view(E4M3)
         return cls(
             q.contiguous(), k.contiguous(), columns, q_scale, k_scale, v_scale, None, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q, max_seqlen_k, dtype, "head",
+            max_seqlen_q, max_seqlen_k, dtype, "head", out_scale=out_scale,
         )  # fmt: skip
 
 
@@ -217,6 +222,7 @@ class Inputs:
     cu_seqlens_k: Tensor | None = None
     rotary_cos: Tensor | None = None
     rotary_sin: Tensor | None = None
+    out_scale: Tensor | None = None
 
 
 def record(
@@ -233,7 +239,7 @@ def record(
     dtype = torch.float16 if given.q.dtype == torch.float16 else torch.bfloat16
     return Quantized(
         q, k, v, q_scale, k_scale, v_scale, shift, given.cu_seqlens_q, given.cu_seqlens_k, *lengths, dtype,
-        choices.scales, choices.rotate, choices.smooth_k, choices.seed,
+        choices.scales, choices.rotate, choices.smooth_k, choices.seed, given.out_scale,
     )  # fmt: skip
 
 

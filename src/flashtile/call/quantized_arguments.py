@@ -45,6 +45,7 @@ class QuantizedTensors:
     sinks: Annotated[Tensor | None, arguments.TENSORS["sinks"]] = None
     cu_seqlens_q: Annotated[Tensor | None, arguments.TENSORS["cu_seqlens_q"]] = None
     cu_seqlens_k: Annotated[Tensor | None, arguments.TENSORS["cu_seqlens_k"]] = None
+    out_scale: Annotated[Tensor | None, Argument("Divides an output in 8 bits.", "one", FLOAT32)] = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class QuantizedOptions(HashKept):
     window_right: Annotated[int | None, arguments.OPTIONS["window_right"]] = None
     max_seqlen_q: Annotated[int | None, arguments.OPTIONS["max_seqlen_q"]] = None
     max_seqlen_k: Annotated[int | None, arguments.OPTIONS["max_seqlen_k"]] = None
-    dtype: Annotated[torch.dtype, Argument("Of the output.", check=_out_dtype)] = torch.bfloat16
+    dtype: Annotated[torch.dtype, Argument("Of an output of 16 bits.", check=_out_dtype)] = torch.bfloat16
     softmax_scale: Annotated[float | None, arguments.OPTIONS["softmax_scale"]] = None
     softcap: Annotated[float, arguments.OPTIONS["softcap"]] = 0.0
     backend: Annotated[str, arguments.OPTIONS["backend"]] = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flashtile.call.arguments import FLOAT8
 from flashtile.call.axes import Axes, checked_kinds, is_packed, packed_lengths
 from flashtile.call.blocks import BLOCK, num_blocks
 from flashtile.call.problem import Precision, Problem, checked_problem
@@ -15,7 +16,7 @@ from flashtile.core.errors import InvalidInputError
 def problem_of(tensors: QuantizedTensors, options: QuantizedOptions) -> Problem:
     """Checks the tensors of a quantized call against one another and records the call.
 
-    Its ``dtype`` is float8_e4m3fn, its ``out_dtype`` that of the options.
+    Its ``dtype`` is float8_e4m3fn, and so is its ``out_dtype`` with an ``out_scale``; else that is the options'.
 
     Raises:
         InvalidInputError: Naming the argument that does not match.
@@ -26,7 +27,8 @@ def problem_of(tensors: QuantizedTensors, options: QuantizedOptions) -> Problem:
         raise InvalidInputError(
             "softcap", "does not go with keys whose mean was taken off: quantize with smooth_k=False"
         )
-    precision = Precision(t.q.dtype, t.k.dtype, o.dtype, t.q.dtype)
+    out_dtype = o.dtype if t.out_scale is None else FLOAT8
+    precision = Precision(t.q.dtype, t.k.dtype, out_dtype, t.q.dtype)
     return checked_problem(t, o, sizes, (t.k, t.v), precision=precision)
 
 
@@ -57,6 +59,8 @@ def _check_tensors(t: QuantizedTensors, o: QuantizedOptions) -> dict[str, int]:
     _check_scale("q_scale", t.q_scale, (*batch, sizes["num_heads_q"], blocks_q))
     _check_scale("k_scale", t.k_scale, (*batch, sizes["num_heads_kv"], blocks_k))
     _check_scale("v_scale", t.v_scale, (*batch, sizes["num_heads_kv"], blocks_k))
+    if t.out_scale is not None and t.out_scale.shape != (1,):
+        raise InvalidInputError("out_scale", f"has shape {tuple(t.out_scale.shape)}, must have (1,)")
     for name in ("shift", "sinks"):
         if name in found:
             axes.bind(name, found[name][1], found[name][0])
@@ -80,8 +84,9 @@ def check_values(problem: Problem, tensors: QuantizedTensors) -> None:
     Raises:
         InvalidInputError: Naming the tensor or the length that is wrong.
     """
-    for name in ("q_scale", "k_scale", "v_scale"):
-        scale = getattr(tensors, name)
+    for name in ("q_scale", "k_scale", "v_scale", "out_scale"):
+        if (scale := getattr(tensors, name)) is None:
+            continue
         wrong = scale[~((scale > 0) & scale.isfinite())]
         if wrong.numel():
             raise InvalidInputError(name, f"has {wrong[0].item()}, must be positive and finite")

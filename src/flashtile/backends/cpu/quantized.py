@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu import forward
 from flashtile.call.problem import Problem, Tensors
-from flashtile.call.quantized import Quantized
+from flashtile.call.quantized import LARGEST, Quantized
 from flashtile.call.quantized_arguments import QuantizedTensors
 
 
@@ -32,6 +32,8 @@ def quantized(problem: Problem, t: QuantizedTensors) -> tuple[Tensor, Tensor]:
         # Rows past the last bound belong to no sequence.
         rows = slice(None) if t.cu_seqlens_q is None else slice(0, int(t.cu_seqlens_q[-1]))
         forward.add_sinks(out[..., rows, :, :].transpose(-2, -3), lse[..., rows], t.sinks)
+    if t.out_scale is not None:
+        out = (out / t.out_scale).clamp(-LARGEST, LARGEST)
     return out.to(problem.out_dtype), lse
 
 

@@ -63,4 +63,5 @@ def described_quantized(problem: Problem, *, shifted: bool = True) -> QuantizedT
         empty(p.num_heads_q, blocks_q), k_scale, k_scale,
         shift=empty(p.num_heads_q, t.q.shape[-3]) if shifted and not p.softcap else None,
         sinks=t.sinks, cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k,
+        out_scale=torch.empty(1, device="meta") if p.out_dtype == p.dtype else None,
     )  # fmt: skip

@@ -242,6 +242,7 @@ class Scales(NamedTuple):
         v: Of the values.
         shift: Like lse: what smoothing took off the scores of a row, or None.
         shift_scale: Turns it into exponents of 2.
+        out: What the output is divided by, or None.
     """
 
     q: Any
@@ -249,3 +250,4 @@ class Scales(NamedTuple):
     v: Any
     shift: Any
     shift_scale: Any
+    out: Any

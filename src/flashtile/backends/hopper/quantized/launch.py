@@ -23,7 +23,7 @@ from flashtile.call.quantized_problem import scale_strides
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "sinks", "shift", "cu_seqlens_q", "cu_seqlens_k", "counter", "q_scale", "k_scale",
-    "v_scale",
+    "v_scale", "out_scale",
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ class QuantizedPlan:
         counter = forward.counter(self._device) if self._is_dynamic else None
         run(self._steps, (
             t.q, t.k, t.v, out, lse, t.sinks, t.shift, t.cu_seqlens_q, t.cu_seqlens_k, counter, t.q_scale, t.k_scale,
-            t.v_scale,
+            t.v_scale, t.out_scale,
         ))  # fmt: skip
         return out, lse
 
@@ -85,7 +85,8 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
     call_rows = rows_of(q, config.block_d), rows_of(k, config.block_d), rows_of(v, config.block_dv)
     each_scale = (("q_scale", t.q_scale), ("k_scale", t.k_scale), ("v_scale", t.v_scale))
     q_scale, k_scale, v_scale = (Scale(pointer(each, name), *scale_strides(each)) for name, each in each_scale)
-    scales = Scales(q_scale, k_scale, v_scale, pointer(t.shift, "shift"), p.softmax_scale * LOG2_E.value)
+    shift, out_scale = pointer(t.shift, "shift"), pointer(t.out_scale, "out_scale")
+    scales = Scales(q_scale, k_scale, v_scale, shift, p.softmax_scale * LOG2_E.value, out_scale)
     arguments = {
         "call": call_of(p, t, call_rows, keys_of(p, t), plain_mods(p, t)),
         "scales": scales,

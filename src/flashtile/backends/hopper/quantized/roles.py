@@ -197,4 +197,7 @@ def finish_tile(accs, state, channels, tiles, call, scales, output, schedule, WA
         exists = (rows < where.length) & (where.b < call.queries.count)
         shift = gl.load(scales.shift + lse_offset(where, call) + rows, mask=exists, other=0.0)
         row_max += shift * scales.shift_scale
-    epilogue(times(accs, state.unit), row_max, state.row_sum, channels, tiles, call, output, schedule, WARPGROUP)
+    unit = state.unit
+    if scales.out is not None:
+        unit = unit / gl.load(scales.out)
+    epilogue(times(accs, unit), row_max, state.row_sum, channels, tiles, call, output, schedule, WARPGROUP)

@@ -34,12 +34,14 @@ class Scales(NamedTuple):
         k: ``records.Scale``.
         v: ``records.Scale``.
         shift: Like lse: ``q . mean(k)`` of each row if the keys' mean was subtracted, else None.
+        out: What the output is divided by, or None.
     """
 
     q: Any
     k: Any
     v: Any
     shift: Any
+    out: Any
 
 
 @triton.jit
@@ -166,6 +168,8 @@ def attention_quantized(call, scales, output, tiles):
         shift = tl.load(scales.shift + lse_at + rows, mask=exists & in_sequence, other=0.0)
         row_max += shift * call.mods.scale * softmax.LOG2_E
     down = 0.00390625  # 2^-PROBS_LOG2
+    if scales.out is not None:
+        acc = acc / tl.load(scales.out)
     out, lse = finish((acc * down,), row_max, row_sum * down, call.mods.sinks, h, in_sequence, 1.0)
     store_contiguous(
         output.out, call.queries, call.heads.num_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM

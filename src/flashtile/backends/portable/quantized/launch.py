@@ -27,6 +27,7 @@ from flashtile.call.quantized_problem import scale_strides
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "q_scale", "k_scale", "v_scale", "shift", "sinks", "cu_seqlens_q", "cu_seqlens_k",
+    "out_scale",
 )  # fmt: skip
 _SCALES = ("q_scale", "k_scale", "v_scale")
 
@@ -53,6 +54,7 @@ class QuantizedPlan:
             steps = self._steps[on_trial()] = (Step(launch, _OPERANDS, t.q.device),)
         run(steps, (
             t.q, t.k, t.v, out, lse, t.q_scale, t.k_scale, t.v_scale, t.shift, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
+            t.out_scale,
         ))  # fmt: skip
         return out, lse
 
@@ -69,7 +71,7 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
         *sequences_of(p, t), heads_of(p), plain_mods(p, t.q.shape[-3] + t.k.shape[-3], t.sinks),
     )  # fmt: skip
     q, k, v = (Scale(pointer(getattr(t, name), name), *scale_strides(getattr(t, name))) for name in _SCALES)
-    scales = Scales(q, k, v, pointer(t.shift, "shift"))
+    scales = Scales(q, k, v, pointer(t.shift, "shift"), pointer(t.out_scale, "out_scale"))
     output = Output(Pointer(p.out_dtype, "out"), Pointer(torch.float32, "lse"), None, None)
     tiles = tiles_of(config, heads_at_once(p, t.k, t.k))
     arguments = {"call": call, "scales": scales, "output": output, "tiles": tiles}
