@@ -52,6 +52,7 @@ CASES = (
     Case("few pairs", 48, 16, rotary_dim=24, interleaved=False),
     Case("d256", 256, 256, heads=(1, 1)),
     Case("d192", 192, 192, heads=(1, 1), lengths=((100, 100),)),
+    Case("more keys than the mean is of", 32, 16, lengths=((40, 1500), (3, 70)), packed=True),
     Case("d112", 112, 80, heads=(1, 1), packed=True, rotary_dim=32, lengths=((100, 100),)),
 )
 

@@ -7,7 +7,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from flashtile.call.blocks import as_columns, joined, sequence_of_blocks, sequence_of_rows, split
-from flashtile.call.quantized import E4M3, LARGEST, Choices, Inputs, Quantized, Scales, record, spread_scales, turned
+from flashtile.call.quantized import (
+    E4M3,
+    LARGEST,
+    MOST_KEYS,
+    Choices,
+    Inputs,
+    Quantized,
+    Scales,
+    record,
+    spread_scales,
+    turned,
+)
 from flashtile.call.rotation import rotate, unrotate
 
 
@@ -42,13 +53,16 @@ def restored(record: Quantized, k_given: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _mean(k: Tensor, bounds: Tensor | None) -> Tensor:
-    """The mean of the keys of each sequence and head, ``(batch, heads, head_dim)``; 0 of no keys."""
+    """The mean of ``MOST_KEYS`` keys of each sequence and head, ``(batch, heads, head_dim)``; 0 of no keys."""
+    numbers = torch.arange(MOST_KEYS, device=k.device)
     if bounds is None:
-        return k.sum(1) / max(k.shape[1], 1)
-    sequence, exists = sequence_of_rows(bounds, len(k))
-    sums = k.new_zeros(bounds.shape[0] - 1, *k.shape[1:])
-    sums.index_add_(0, sequence, torch.where(exists[:, None, None], k, 0.0))
-    return sums / bounds.diff().clamp(min=1)[:, None, None]
+        count = min(k.shape[1], MOST_KEYS)
+        return k[:, numbers[:count] * k.shape[1] // max(count, 1)].sum(1) / max(count, 1)
+    lengths = bounds.diff()[:, None]
+    count = lengths.clamp(max=MOST_KEYS)
+    at = bounds[:-1, None] + numbers * lengths // count.clamp(min=1)
+    chosen = k[torch.where(numbers < count, at, 0)] if len(k) else k.new_zeros(*at.shape, *k.shape[1:])
+    return torch.where((numbers < count)[..., None, None], chosen, 0.0).sum(1) / count.clamp(min=1)[..., None]
 
 
 def _by_row(of_sequences: Tensor, bounds: Tensor | None, like: Tensor) -> Tensor:

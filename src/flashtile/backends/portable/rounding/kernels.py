@@ -15,11 +15,13 @@ import triton.language as tl
 from flashtile.backends.gpu.decode.append import e4m3_bits
 from flashtile.call.blocks import BLOCK as _BLOCK
 from flashtile.call.quantized import LARGEST as _LARGEST
+from flashtile.call.quantized import MOST_KEYS as _MOST_KEYS
 
 BLOCK: tl.constexpr = tl.constexpr(_BLOCK)
 LARGEST: tl.constexpr = tl.constexpr(_LARGEST)
 # The keys of a head are summed in so many parts, then these, always in this order: the same bits in every run.
-SPLITS: tl.constexpr = tl.constexpr(32)
+SPLITS: tl.constexpr = tl.constexpr(16)
+MOST_KEYS: tl.constexpr = tl.constexpr(_MOST_KEYS)
 
 
 class Source(NamedTuple):
@@ -48,7 +50,10 @@ class Angles(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """The means of keys, (batch, num_heads, head_dim) float32, and the query heads of a key head; ptr None: none."""
+    """The means of keys, (batch, num_heads, head_dim) float32, rotated like the rows if these are.
+
+    ``group``: the query heads of a key head; ptr None: no mean.
+    """
 
     ptr: Any
     num_heads: Any
@@ -165,15 +170,6 @@ def block_at(slot, sequences, SEARCH: tl.constexpr):
 
 
 @triton.jit
-def sum_of(parts, others):
-    """The sums of parts."""
-    found = ()
-    for p in tl.static_range(len(parts)):
-        found = also(found, parts[p] + others[p])
-    return found
-
-
-@triton.jit
 def load_parts(x, block, row, h, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """The parts of rows of a head, [rows, WIDTH] each; 0 where the sequence has no row."""
     at = x.ptr + tl.cast(block.b, tl.int64) * x.stride_b + tl.cast(h, tl.int64) * x.stride_head
@@ -198,16 +194,17 @@ def load_angles(angles, position, first, COUNT: tl.constexpr):
 
 @triton.jit
 def turned(parts, angles, position, WIDTH: tl.constexpr):
-    """Parts in float32, turned by the angles of their rows' positions."""
+    """Parts turned by the angles of their rows' positions, those in float32."""
     found, seconds = (), ()
     if angles.INTERLEAVED and angles.DIM > 0:
         for p in tl.static_range(len(parts)):
-            part = parts[p].to(tl.float32)
             if p * WIDTH < angles.DIM:
+                part = parts[p].to(tl.float32)
                 a, b = part.reshape(part.shape[0], WIDTH // 2, 2).split()
                 cos, sin = load_angles(angles, position, p * WIDTH // 2, WIDTH // 2)
-                part = tl.join(a * cos - b * sin, b * cos + a * sin).reshape(part.shape[0], WIDTH)
-            found = also(found, part)
+                found = also(found, tl.join(a * cos - b * sin, b * cos + a * sin).reshape(part.shape[0], WIDTH))
+            else:
+                found = also(found, parts[p])
     else:
         HALF: tl.constexpr = angles.DIM // 2 // WIDTH
         for p in tl.static_range(HALF):
@@ -216,27 +213,24 @@ def turned(parts, angles, position, WIDTH: tl.constexpr):
             found, seconds = also(found, a * cos - b * sin), also(seconds, b * cos + a * sin)
         found = found + seconds
         for p in tl.static_range(2 * HALF, len(parts)):
-            found = also(found, parts[p].to(tl.float32))
+            found = also(found, parts[p])
     return found
 
 
 @triton.jit
-def signs_of(seed, part, WIDTH: tl.constexpr):
-    """Signs of a part's features, [1, WIDTH] float32, as ``rotation.signs`` has them."""
-    x = tl.cast(seed, tl.uint32) + (tl.arange(0, WIDTH) + part * WIDTH).to(tl.uint32) * 0x9E3779B9
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
-    return tl.where(x >= 0x80000000, -1.0, 1.0)[None, :]
+def hadamard(seed, part, WIDTH: tl.constexpr, dtype: tl.constexpr):
+    """The matrix of 1 and -1, [WIDTH, WIDTH]; WIDTH is at most 64. A row has the sign of its feature of a part.
 
-
-@triton.jit
-def hadamard(WIDTH: tl.constexpr, dtype: tl.constexpr):
-    """The matrix of 1 and -1, [WIDTH, WIDTH]; WIDTH is at most 64."""
+    The signs are those of ``rotation.signs``.
+    """
     x = tl.arange(0, WIDTH)[:, None] & tl.arange(0, WIDTH)[None, :]
     x ^= x >> 4
     x ^= x >> 2
     x ^= x >> 1
-    return tl.where((x & 1) == 1, -1.0, 1.0).to(dtype)
+    sign = tl.cast(seed, tl.uint32) + (tl.arange(0, WIDTH) + part * WIDTH).to(tl.uint32) * 0x9E3779B9
+    sign = (sign ^ (sign >> 16)) * 0x85EBCA6B
+    sign = (sign ^ (sign >> 13)) * 0xC2B2AE35
+    return tl.where(((x & 1) ^ (sign >> 31).to(tl.int32)[:, None]) == 1, -1.0, 1.0).to(dtype)
 
 
 @triton.jit
@@ -254,22 +248,40 @@ def add_parts(parts, HALF: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr)
 
 
 @triton.jit
+def rotated(parts, seed, dtype: tl.constexpr, ROTATE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of parts times random signs and the Hadamard matrix, in float32; ``dtype``: in which they are multiplied.
+
+    Float32 that is multiplied in 16 bits is the sum of two numbers: the mean is taken off, and products with it are
+    taken, afterwards.
+    """
+    found = ()
+    for p in tl.static_range(DIM // WIDTH):
+        matrix, high = hadamard(seed, p, WIDTH, dtype), parts[p].to(dtype)
+        part = tl.dot(high, matrix, input_precision=ROTATE)
+        if parts[p].dtype != dtype:
+            part = tl.dot((parts[p] - high.to(tl.float32)).to(dtype), matrix, part)
+        found = also(found, part * norm_of(p, DIM, WIDTH))
+    for stage in tl.static_range(4):
+        if 1 << stage < DIM // WIDTH:
+            found = add_parts(found, 1 << stage, DIM, WIDTH)
+    return found
+
+
+@triton.jit
 def rows_of_head(
-    x, angles, mean, block, row, length_k, h, seed, HAS_SHIFT: tl.constexpr, ROTATE: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x, angles, mean, block, row, length_k, h, rounding, HAS_SHIFT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """The parts of a block of q or k, [BLOCK, WIDTH] float32 each, and each row's product with the mean of k.
 
-    With HAS_SHIFT the mean is not taken off: the rows are queries. ROTATE: the precision of a product of float32, None
-    for no product.
+    With HAS_SHIFT the mean is not taken off: the rows are queries.
     """
-    parts, shift = (), tl.zeros([BLOCK], tl.float32)
-    dtype: tl.constexpr = x.ptr.dtype.element_ty
-    given = turned(load_parts(x, block, row, h, DIM, WIDTH), angles, row + length_k - block.length, WIDTH)
-    if ROTATE is not None:
-        matrix = hadamard(WIDTH, dtype)
+    given, shift = load_parts(x, block, row, h, DIM, WIDTH), tl.zeros([BLOCK], tl.float32)
+    given = turned(given, angles, row + length_k - block.length, WIDTH)
+    if rounding.ROTATE is not None:
+        given = rotated(given, rounding.seed, x.ptr.dtype.element_ty, rounding.ROTATE, DIM, WIDTH)
+    parts = ()
     for p in tl.static_range(DIM // WIDTH):
-        part = given[p]
+        part = given[p].to(tl.float32)
         if mean.ptr is not None:
             entry = (tl.cast(block.b, tl.int64) * mean.num_heads + h // mean.group) * DIM
             center = tl.load(mean.ptr + entry + tl.arange(0, WIDTH) + p * WIDTH)[None, :]
@@ -277,14 +289,7 @@ def rows_of_head(
                 shift += tl.sum(part * center, 1)
             else:
                 part = tl.where((row < block.length)[:, None], part - center, 0.0)
-        if ROTATE is not None:
-            part = tl.dot((part * signs_of(seed, p, WIDTH)).to(dtype), matrix, input_precision=ROTATE)
-            part *= norm_of(p, DIM, WIDTH)
         parts = also(parts, part)
-    if ROTATE is not None:
-        for stage in tl.static_range(4):
-            if 1 << stage < DIM // WIDTH:
-                parts = add_parts(parts, 1 << stage, DIM, WIDTH)
     return parts, shift
 
 
@@ -332,8 +337,12 @@ def decide_scale(peak, largest, scales, block, h):
 
 
 @triton.jit
-def quantize_rows(source, sequences, keys, angles, mean, written, rounding):
-    """Quantises q or k: angles, minus the mean, rotation, scale, rounding. A program has a block of a head.
+def quantize_rows(
+    source, sequences, keys, angles, mean, written, rounding, HEADS: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Quantises q or k: angles, minus the mean, rotation, scale, rounding. A program has a block of HEADS heads.
+
+    The next head's rows are on their way while one's are written.
 
     Args:
         source: ``Source``.
@@ -343,34 +352,37 @@ def quantize_rows(source, sequences, keys, angles, mean, written, rounding):
         mean: ``Mean``, which is taken off keys, and of which queries have a ``shift``.
         written: ``Written``.
         rounding: ``Rounding``.
+        HEADS: Heads of a program.
+        STAGES: Of the loop over them.
     """
     DIM: tl.constexpr = source.DIM
     WIDTH: tl.constexpr = source.WIDTH
     num_heads = source.num_heads
-    h = tl.program_id(0) % num_heads
-    block = block_at(tl.program_id(0) // num_heads, sequences, rounding.SEARCH)
+    groups = (num_heads + HEADS - 1) // HEADS
+    first_head = tl.program_id(0) % groups * HEADS
+    block = block_at(tl.program_id(0) // groups, sequences, rounding.SEARCH)
     length_k = bounds_of(keys, block.b)[1]
     row = block.first + tl.arange(0, BLOCK)
     is_written, line, entry = row < block.stop, (block.start + row).to(tl.int64), tl.cast(0, tl.int64)
     if sequences.cu_seqlens is None:
         entry = tl.cast(block.b, tl.int64) * sequences.length
-    parts, shift = rows_of_head(
-        source, angles, mean, block, row, length_k, h, rounding.seed, written.shift is not None, rounding.ROTATE, DIM,
-        WIDTH,
-    )  # fmt: skip
-    peak = peak_of(parts, WIDTH)
-    if written.out is None:
-        raise_largest(peak, written.largest, block.b, h)
-    else:
-        factor = 1.0 / decide_scale(peak, written.largest, written.scales, block, h)
-        at = ((entry + line) * num_heads + h)[:, None] * DIM
-        for p in tl.static_range(DIM // WIDTH):
-            # As wide as loads are, 8 numbers of 16 bits: then they have one layout.
-            col = tl.max_contiguous(tl.arange(0, WIDTH) + p * WIDTH, 8)[None, :]
-            tl.store(written.out + at + col, eight_bit(parts[p] * factor, rounding.BITS), mask=is_written[:, None])
-        if written.shift is not None:
-            shift_at = entry * num_heads + tl.cast(h, tl.int64) * sequences.length + line
-            tl.store(written.shift + shift_at, shift, mask=is_written)
+    for h in tl.range(first_head, tl.minimum(first_head + HEADS, num_heads), num_stages=STAGES):
+        parts, shift = rows_of_head(
+            source, angles, mean, block, row, length_k, h, rounding, written.shift is not None, DIM, WIDTH
+        )  # fmt: skip
+        peak = peak_of(parts, WIDTH)
+        if written.out is None:
+            raise_largest(peak, written.largest, block.b, h)
+        else:
+            factor = 1.0 / decide_scale(peak, written.largest, written.scales, block, h)
+            at = ((entry + line) * num_heads + h)[:, None] * DIM
+            for p in tl.static_range(DIM // WIDTH):
+                # As wide as loads are, 8 numbers of 16 bits: then they have one layout.
+                col = tl.max_contiguous(tl.arange(0, WIDTH) + p * WIDTH, 8)[None, :]
+                tl.store(written.out + at + col, eight_bit(parts[p] * factor, rounding.BITS), mask=is_written[:, None])
+            if written.shift is not None:
+                shift_at = entry * num_heads + tl.cast(h, tl.int64) * sequences.length + line
+                tl.store(written.shift + shift_at, shift, mask=is_written)
 
 
 @triton.jit
@@ -401,30 +413,38 @@ def quantize_columns(source, sequences, written, stride_dim, rounding):
 
 
 @triton.jit
-def sum_keys(source, sequences, angles, sums_ptr, ROWS: tl.constexpr):
-    """Sums of keys, turned by their angles, (batch, heads, SPLITS, DIM) float32; a program has one of them."""
+def sum_keys(source, sequences, angles, sums_ptr):
+    """Sums of the keys that ``call.quantized.MOST_KEYS`` tells, turned by their angles: (batch, heads, SPLITS, DIM).
+
+    In float32; a program has one of them.
+    """
     DIM: tl.constexpr = source.DIM
     WIDTH: tl.constexpr = source.WIDTH
+    ROWS: tl.constexpr = MOST_KEYS // SPLITS
     h, item = tl.program_id(0) % source.num_heads, tl.program_id(0) // source.num_heads
     split, b = item % SPLITS, item // SPLITS
     start, length = bounds_of(sequences, b)
-    keys = ((length + SPLITS - 1) // SPLITS + ROWS - 1) // ROWS * ROWS
-    block, totals = Block(b, start, 0, length, length, 0), ()
-    for _ in tl.static_range(DIM // WIDTH):
-        totals = also(totals, tl.zeros([ROWS, WIDTH], tl.float32))
-    for first in range(split * keys, tl.minimum(split * keys + keys, length), ROWS):
-        row = first + tl.arange(0, ROWS)
-        totals = sum_of(totals, turned(load_parts(source, block, row, h, DIM, WIDTH), angles, row, WIDTH))
+    # Past the last one a row is past the sequence.
+    number = (split * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = (number * length // tl.minimum(tl.maximum(length, 1), MOST_KEYS)).to(tl.int32)
+    parts = load_parts(source, Block(b, start, 0, length, length, 0), row, h, DIM, WIDTH)
+    totals = turned(parts, angles, row, WIDTH)
     at = sums_ptr + ((tl.cast(b, tl.int64) * source.num_heads + h) * SPLITS + split) * DIM + tl.arange(0, WIDTH)
     for p in tl.static_range(DIM // WIDTH):
-        tl.store(at + p * WIDTH, tl.sum(totals[p], 0))
+        tl.store(at + p * WIDTH, tl.sum(totals[p].to(tl.float32), 0))
 
 
 @triton.jit
-def mean_of_keys(sums_ptr, mean_ptr, sequences, num_heads, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """The means of keys, (batch, heads, DIM) float32, from their sums; 0 of no keys. A program has one of them."""
+def mean_of_keys(sums_ptr, mean_ptr, sequences, num_heads, rounding, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """The ``Mean`` of keys from their sums, 0 of no keys. A program has one of them."""
     length = bounds_of(sequences, tl.program_id(0) // num_heads)[1]
-    col, entry = tl.arange(0, BLOCK_DIM), tl.program_id(0).to(tl.int64)
-    at = (entry * SPLITS + tl.arange(0, SPLITS))[:, None] * DIM + col[None, :]
-    total = tl.sum(tl.load(sums_ptr + at, mask=(col < DIM)[None, :], other=0.0), 0)
-    tl.store(mean_ptr + entry * DIM + col, total / tl.maximum(length, 1).to(tl.float32), mask=col < DIM)
+    keys = tl.minimum(tl.maximum(length, 1), MOST_KEYS).to(tl.float32)
+    entry, col, split, parts = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH), tl.arange(0, SPLITS), ()
+    for p in tl.static_range(DIM // WIDTH):
+        at = (entry * SPLITS + split)[:, None] * DIM + col[None, :] + p * WIDTH
+        parts = also(parts, tl.load(sums_ptr + at) / keys)
+    if rounding.ROTATE is not None:
+        # Of the sums, which are as many rows as a product of matrices takes.
+        parts = rotated(parts, rounding.seed, tl.float32, "ieee", DIM, WIDTH)
+    for p in tl.static_range(DIM // WIDTH):
+        tl.store(mean_ptr + entry * DIM + col + p * WIDTH, tl.sum(parts[p], 0))

@@ -30,6 +30,8 @@ from flashtile.call.blocks import BLOCK, num_blocks
 from flashtile.call.problem import compute_capability
 from flashtile.call.quantized import E4M3, Choices, Inputs, Quantized, record, turned
 
+# Heads of a program that quantises rows, and the stages of its loop over them.
+_HEADS, _STAGES = 4, 2
 _OPERANDS = ("x", "out", "scale", "shift", "sums", "mean", "largest", "cos", "sin", "cu_seqlens", "cu_seqlens_k")
 
 
@@ -74,10 +76,9 @@ class Side:
             return heads, self.blocks
         return self.batch, heads, 1 if scales == "head" else self.blocks
 
-    @property
-    def programs(self) -> int:
-        """Blocks of all heads and sequences."""
-        return self.blocks * self.x.shape[-2] * (self.batch if self.bounds is None else 1)
+    def programs(self, heads: int = 1) -> int:
+        """Blocks of all sequences and of so many heads."""
+        return self.blocks * -(-self.x.shape[-2] // heads) * (self.batch if self.bounds is None else 1)
 
     @property
     def width(self) -> int:
@@ -112,14 +113,12 @@ def mean_launches(side: Side) -> dict[str, Launch]:
     """The launches that find the mean of k."""
     heads, width = side.x.shape[-2:]
     sums = Pointer(torch.float32, "sums")
-    of_sums = {
-        "source": _source(side), "sequences": side.sequences, "angles": _angles(side), "sums_ptr": sums, "ROWS": 64,
-    }  # fmt: skip
+    of_sums = {"source": _source(side), "sequences": side.sequences, "angles": _angles(side), "sums_ptr": sums}
     of_mean = {
         "sums_ptr": sums, "mean_ptr": Pointer(torch.float32, "mean"), "sequences": side.sequences, "num_heads": heads,
-        "DIM": width, "BLOCK_DIM": _padded(width),
+        "rounding": _rounding(side), "DIM": width, "WIDTH": side.width,
     }  # fmt: skip
-    options = {"num_warps": 4, "num_stages": 3, **_registers(side)}
+    options = {"num_warps": 4, "num_stages": 1, **_registers(side)}
     return {
         "sum_keys": Launch(sum_keys, side.batch * heads * int(SPLITS), of_sums, options),
         "mean_of_keys": Launch(mean_of_keys, side.batch * heads, of_mean, {"num_warps": 4, "num_stages": 1}),
@@ -137,7 +136,7 @@ def _registers(side: Side) -> dict[str, int]:
 
 def block_launch(side: Side, *, finds: bool) -> Launch:
     """The launch that quantises a tensor, or ``finds`` what its scales depend on."""
-    heads, width, scales, capability = *side.x.shape[-2:], side.choices.scales, side.capability
+    heads, width, scales = *side.x.shape[-2:], side.choices.scales
     by_block = scales == "block" or (scales == "head" and side.bounds is not None)
     stride = 0 if scales == "tensor" else side.blocks if by_block else 1
     smooth, is_q, is_v = side.choices.smooth_k, side.name == "q", side.name == "v"
@@ -154,15 +153,11 @@ def block_launch(side: Side, *, finds: bool) -> Launch:
         ),
         Pointer(torch.float32, "shift") if has_shift else None,
     )  # fmt: skip
-    # Of AMD's GPUs some have no tf32.
-    rotate = ("ieee" if capability is None else "tf32") if side.choices.rotate else None
-    bits = capability is None or capability < (8, 9)
-    rounding = Rounding(side.choices.seed, rotate, bits, search_of(side.batch))
     arguments: dict[str, Any] = {
         "source": _source(side),
         "sequences": side.sequences,
         "written": written,
-        "rounding": rounding,
+        "rounding": _rounding(side),
     }
     if is_v:
         arguments["stride_dim"] = side.blocks * BLOCK
@@ -172,11 +167,20 @@ def block_launch(side: Side, *, finds: bool) -> Launch:
         mean = Pointer(torch.float32, "mean") if has_mean else None
         arguments |= {
             "keys": Sequences(bounds_k, side.batch, k.shape[-3]), "angles": _angles(side),
-            "mean": Mean(mean, k.shape[-2], heads // k.shape[-2]),
+            "mean": Mean(mean, k.shape[-2], heads // k.shape[-2]), "HEADS": _HEADS, "STAGES": _STAGES,
         }  # fmt: skip
     warps = max(4, _padded(width) // 16)
     options = {"num_warps": warps if is_v else min(warps, 8), "num_stages": 1, **_registers(side)}
-    return Launch(quantize_columns if is_v else quantize_rows, side.programs, arguments, options)
+    if is_v:
+        return Launch(quantize_columns, side.programs(), arguments, options)
+    return Launch(quantize_rows, side.programs(_HEADS), arguments, options)
+
+
+def _rounding(side: Side) -> Rounding:
+    # The mean is taken off after the product, which float32 must survive. Of AMD's GPUs some have no tf32.
+    precision = "ieee" if side.capability is None else "tf32x3"
+    bits = side.capability is None or side.capability < (8, 9)
+    return Rounding(side.choices.seed, precision if side.choices.rotate else None, bits, search_of(side.batch))
 
 
 def _source(side: Side) -> Source:
