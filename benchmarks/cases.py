@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flashtile.call.quantized import MOST_KEYS
 from flashtile.core.masks import Band
 
 Direction = Literal["forward", "backward", "quantized"]
@@ -125,10 +126,11 @@ class Case:
 
     @property
     def rounding_bytes(self) -> int:
-        """Read and written to round q, k and v to 8 bits: k is read twice, first for its mean."""
+        """Read and written to round q, k and v to 8 bits: some keys are read twice, first for their mean."""
         size, kept = self.torch_dtype.itemsize, self.batch * self.head_dim
         rows_q, rows_k = self.seqlen_q * self.num_heads_q, self.seqlen_k * self.num_heads_kv
-        return kept * (rows_q * (size + 1) + rows_k * (3 * size + 2))
+        again = min(self.seqlen_k, MOST_KEYS) * self.num_heads_kv * size
+        return kept * (rows_q * (size + 1) + rows_k * (2 * size + 2) + again)
 
     def flops(self) -> float:
         """Floating-point operations by the usual count: two products forward, 2.5 times that backward, else none."""

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import cudnn_fp8, results, run, table
 from benchmarks.cases import Case, make_inputs, suite
+from benchmarks.cudnn_fp8 import OF_OUT
 from benchmarks.providers import PROVIDERS
 from benchmarks.session import Session
 from flashtile.call.quantized import E4M3
@@ -35,14 +36,15 @@ def test_the_cells_are_what_the_goals_are_stated_for():
     assert {c.batch * c.seqlen_q for c in cells} == {16384, 32768} and {c.num_heads_q * c.head_dim for c in cells} == {
         2048
     }
-    # 2 bytes read and 1 written of a number, and 2 more of each of k.
-    assert {c.rounding_bytes for c in cells if c not in attention} == {11 * 16384 * 2048}
+    # 2 bytes read and 1 written of a number, and 2 more of each of k in 1,024 of 2,048 keys.
+    assert {c.rounding_bytes for c in cells if c not in attention} == {10 * 16384 * 2048}
 
 
 def test_both_ways_are_timed_and_right(tmp_path):
     rows = measured(tmp_path, SMALL, "flashtile-cpu-fp8", "flashtile-cpu-fp8-call", "flashtile-cpu")
     errors = {name: each.error for name, each in rows.items()}
-    assert 0.03 < errors["flashtile-cpu-fp8"] == errors["flashtile-cpu-fp8-call"] < 0.06
+    # What is rounded before has an output of 8 bits.
+    assert 0.03 < errors["flashtile-cpu-fp8-call"] < errors["flashtile-cpu-fp8"] < 0.06
     assert errors["flashtile-cpu"] < 0.005 and all(each.tflops > 0 for each in rows.values())
 
 
@@ -50,7 +52,8 @@ def test_packed_sequences_are_quantised_before_too():
     case = replace(SMALL, lengths=(160, 30))
     x = make_inputs(case, CPU)
     before, inside = (PROVIDERS[f"flashtile-cpu-fp8{end}"].prepare(case, x)()[0] for end in ("", "-call"))
-    assert torch.equal(before, inside) and before.shape == x.q.shape
+    before = before.float() / OF_OUT
+    assert before.shape == x.q.shape and (before - inside).norm() < 0.03 * inside.norm()
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v"])
@@ -58,8 +61,8 @@ def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch, name):
     """A scale of one block in three that is off by a half, or one key in 16 in another's place, pass no check."""
     quantize = run.flashtile.quantize
 
-    def faulty(*tensors):
-        found = quantize(*tensors)
+    def faulty(*tensors, **keywords):
+        found = quantize(*tensors, **keywords)
         x = getattr(found, name).clone()
         if name == "v":
             x.view(torch.uint8)[..., 1::8] = x.view(torch.uint8)[..., 2::8]

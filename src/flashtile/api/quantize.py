@@ -55,8 +55,9 @@ def quantize(
         scales: What one scale is for: ``"block"``, 128 rows of a head; ``"head"``, a head of a sequence; ``"tensor"``.
         rotate: Rotate q and k by random signs and a Hadamard matrix over head_dim, which leaves q k^T as it is and
             spreads what is large in few features over all of them.
-        smooth_k: Take the mean over its keys off each sequence's k, which softmax does not see. Not for a call with a
-            softcap, whose scores would no longer differ by a constant from the true ones.
+        smooth_k: Take the mean of its keys off each sequence's k, which softmax does not see; of more than 1,024 that
+            of as many, spread evenly. Not for a call with a softcap, whose scores would no longer differ by a constant
+            from the true ones.
         cu_seqlens_q: ``(batch + 1,)`` int32 if the sequences are packed: b has rows ``cu_seqlens_q[b]`` to
             ``cu_seqlens_q[b + 1]``.
         cu_seqlens_k: The same for k and v.

@@ -56,8 +56,8 @@ def _mean(k: Tensor, bounds: Tensor | None) -> Tensor:
     """The mean of ``MOST_KEYS`` keys of each sequence and head, ``(batch, heads, head_dim)``; 0 of no keys."""
     numbers = torch.arange(MOST_KEYS, device=k.device)
     if bounds is None:
-        count = min(k.shape[1], MOST_KEYS)
-        return k[:, numbers[:count] * k.shape[1] // max(count, 1)].sum(1) / max(count, 1)
+        rows = numbers[: k.shape[1]] * k.shape[1] // min(max(k.shape[1], 1), MOST_KEYS)
+        return k[:, rows].sum(1) / max(len(rows), 1)
     lengths = bounds.diff()[:, None]
     count = lengths.clamp(max=MOST_KEYS)
     at = bounds[:-1, None] + numbers * lengths // count.clamp(min=1)
