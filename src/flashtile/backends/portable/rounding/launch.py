@@ -30,8 +30,8 @@ from flashtile.call.blocks import BLOCK, num_blocks
 from flashtile.call.problem import compute_capability
 from flashtile.call.quantized import E4M3, Choices, Inputs, Quantized, record, turned
 
-# Heads of a program that quantises rows, and the stages of its loop over them.
-_HEADS, _STAGES = 4, 2
+# Heads of a program that quantises rows, and the most bytes of a head's rows with which the next head's are on their way.
+_HEADS, _MOST_AHEAD = 4, 32 * 1024
 _OPERANDS = ("x", "out", "scale", "shift", "sums", "mean", "largest", "cos", "sin", "cu_seqlens", "cu_seqlens_k")
 
 
@@ -167,7 +167,8 @@ def block_launch(side: Side, *, finds: bool) -> Launch:
         mean = Pointer(torch.float32, "mean") if has_mean else None
         arguments |= {
             "keys": Sequences(bounds_k, side.batch, k.shape[-3]), "angles": _angles(side),
-            "mean": Mean(mean, k.shape[-2], heads // k.shape[-2]), "HEADS": _HEADS, "STAGES": _STAGES,
+            "mean": Mean(mean, k.shape[-2], heads // k.shape[-2]), "HEADS": _HEADS,
+            "STAGES": 2 if BLOCK * width * side.x.element_size() <= _MOST_AHEAD else 1,
         }  # fmt: skip
     warps = max(4, _padded(width) // 16)
     options = {"num_warps": warps if is_v else min(warps, 8), "num_stages": 1, **_registers(side)}
