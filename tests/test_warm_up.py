@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,12 @@ from torch import Tensor
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError
 from flashtile.call.backend import MEANWHILE, Build, Direction
+from flashtile.call.gpus import compute_capability
 from flashtile.call.problem import Problem, Tensors
 from flashtile.ops import dispatch, plans
+from tests.cases import Case
+from tests.fuzz.drawn import Drawn
+from tests.fuzz.launches import started
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -77,6 +83,36 @@ def test_refuses_what_the_call_would_refuse() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(InvalidInputError, match="^device: "):
             flashtile.warm_up(x, x, x)
+
+
+@pytest.mark.parametrize(("gpu", "capability"), [("sm_80", (8, 0)), ("gfx942", None)])
+def test_builds_for_another_gpu_are_what_a_call_there_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str, capability: tuple[int, int] | None
+) -> None:
+    from triton.backends.compiler import GPUTarget
+
+    from flashtile.backends.gpu.launch import compile_kernel, specialise
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    call = Case("dims", batch=1, seqlen_q=64, seqlen_k=64, head_dim=16, causal=True)
+    q, k = _meta(1, 64, call.heads, 16), _meta(1, 64, call.kv_heads, 16)
+    built = flashtile.warm_up(q, k, k, causal=True, backward=False, gpu=gpu)
+    assert [(each.backend, each.kernel) for each in built] == [("portable", "attention_forward")]
+    assert (there := set(tmp_path.iterdir()))
+    arch = GPUTarget("cuda", 80, 32) if capability else GPUTarget("hip", gpu, 64)
+    for each in started(Drawn(0, "plain", replace(call, wanted=""), torch.float16), capability):
+        compile_kernel(each.launch.kernel, specialise(each.launch), each.launch.options, arch)
+    assert set(tmp_path.iterdir()) == there
+    assert compute_capability(torch.device("cuda")) is None or torch.cuda.is_available()
+
+
+def test_what_is_no_gpu_is_refused() -> None:
+    x = _meta(1, 8, 1, 8)
+    for wrong in ("h100", "sm_9", 90, "gfx"):
+        with pytest.raises(InvalidInputError, match="^gpu: is .*, must be an architecture, like 'sm_90' or 'gfx942'"):
+            flashtile.warm_up(x, x, x, gpu=wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="^gpu: is given, but goes with device='cuda' alone, which is 'cpu'"):
+        flashtile.warm_up(x, x, x, gpu="sm_90", device="cpu")
 
 
 def test_a_backward_is_built_while_its_forward_is(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,8 @@ from flashtile.call import autocast, cached_arguments, cached_problem, latent
 from flashtile.call.arguments import Options, Tensors, flag, read
 from flashtile.call.backend import Build, Direction, directions_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
-from flashtile.call.problem import Problem, check_values, compute_capability, gpu_name
+from flashtile.call.gpus import AHEAD, Gpu, compute_capability, gpu_name, gpu_of
+from flashtile.call.problem import Problem, check_values
 from flashtile.call.quantized import Quantized
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.ops import dispatch
@@ -110,6 +112,9 @@ class BuildTime:
     seconds: float
 
 
+_Given = tuple[Tensor | Quantized, Tensor | None, Tensor | None]
+
+
 def warm_up(
     q: Tensor | Quantized,
     k: Tensor | None = None,
@@ -117,6 +122,7 @@ def warm_up(
     *,
     device: torch.device | str = "cuda",
     backward: bool = True,
+    gpu: str | None = None,
     **keywords: Unpack[AnyCall],
 ) -> list[BuildTime]:
     """Builds the kernels that a call needs, in parallel, so that the call itself does not wait for them.
@@ -128,14 +134,32 @@ def warm_up(
     or for all if none does; its dout is assumed contiguous. A call over a cache has none; with k and v what appends is
     built.
 
+    gpu names an architecture, ``"sm_90"`` or ``"gfx942"``, to build for on a machine that need not have one, as where a
+    container image is made. What is built lies in Triton's cache alone, the folder ``TRITON_CACHE_DIR``, and is found
+    there by the same releases of Triton and of this package at the same path.
+
     Returns:
         A record per kernel; no records for a backend that needs no build.
     """
+    if gpu is not None:
+        if _device(device) != torch.device("cuda"):
+            raise InvalidInputError("gpu", f"is given, but goes with device='cuda' alone, which is {shown(device)}")
+        return contextvars.copy_context().run(_ahead, gpu_of(gpu), (q, k, v), backward, keywords)
+    return _warm_up((q, k, v), device, backward, keywords)
+
+
+def _ahead(gpu: Gpu, given: _Given, backward: bool, keywords: AnyCall) -> list[BuildTime]:
+    AHEAD.set(gpu)
+    return _warm_up(given, "cuda", backward, keywords)
+
+
+def _warm_up(given: _Given, device: torch.device | str, backward: bool, keywords: AnyCall) -> list[BuildTime]:
     from flashtile.call.prepared import wanting, without_data  # what few programs need is not loaded by all
 
-    tensors, asked, cached = asked_of("warm_up", (q, k, v), keywords)
+    q, gpu = given[0], AHEAD.get()
+    tensors, asked, cached = asked_of("warm_up", given, keywords)
     place, backward = _device(device), flag("backward", backward)
-    if place.type == "cuda" and not torch.cuda.is_available():
+    if gpu is None and place.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")
     where = {"device_type": place.type, "compute_capability": compute_capability(place)}
     in_8_bits = asked.precision is not None or isinstance(q, Quantized)
@@ -152,10 +176,10 @@ def warm_up(
         shapes = autocast.cast(without_data(tensors), place.type)
         if options.dropout_p > 0:
             shapes = dataclasses.replace(shapes, rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
-        problem = Problem.of(shapes, options).but(**where, gpu=gpu_name(place))
+        problem = Problem.of(shapes, options).but(**where, gpu=gpu_name(place) if gpu is None else "")
         calls = [(problem, shapes, direction) for direction in directions_of(problem)]
     wanted: list[tuple[str, str, Build]] = []
-    with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
+    with torch.cuda.device(place) if gpu is None and place.type == "cuda" else nullcontext():
         if in_8_bits and not cached:
             rounding = quantized_calls().rounding_builds(tensors, asked, place)
             wanted += [("quantization", "quantize", build) for build in rounding]

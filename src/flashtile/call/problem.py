@@ -19,6 +19,7 @@ from flashtile.call.arguments import DTYPES as DTYPES
 from flashtile.call.arguments import TENSORS, Grads, Options, differentiable, grads_of
 from flashtile.call.arguments import Tensors as Tensors
 from flashtile.call.axes import Axes, checked_kinds, is_packed, packed_lengths
+from flashtile.call.gpus import compute_capability, gpu_name
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band, Origin
 
@@ -375,19 +376,6 @@ def check_values(problem: Problem, tensors: Tensors) -> None:
         return
     packed_lengths("q", t.cu_seqlens_q, t.q.shape[0], problem.seqlen_q, functools.partial(_shown, t, 0))
     packed_lengths("k", t.cu_seqlens_k, t.k.shape[0], problem.seqlen_k, functools.partial(_shown, t, 1))
-
-
-@functools.lru_cache(maxsize=64)
-def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """``(major, minor)`` of an NVIDIA device, None for any other."""
-    is_here = device.type == "cuda" and not torch.version.hip and torch.cuda.is_available()
-    return torch.cuda.get_device_capability(device) if is_here else None
-
-
-@functools.lru_cache(maxsize=64)
-def gpu_name(device: torch.device) -> str:
-    """The name of a GPU that is here, empty for any other device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
 
 
 def is_aligned(tensor: Tensor) -> bool:

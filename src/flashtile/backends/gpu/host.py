@@ -36,6 +36,7 @@ from flashtile.backends.gpu.launch import (
     specialise,
 )
 from flashtile.call import backend as base
+from flashtile.call.gpus import AHEAD
 from flashtile.core import settings
 
 _CONTEXT_MISSING = 201
@@ -359,6 +360,14 @@ def _constant_to_interpret() -> Any:
 
 
 def builds(launches: Mapping[str, Launch]) -> list[base.Build]:
-    """The result of ``Backend.builds`` for launches by name on the current device."""
+    """The result of ``Backend.builds`` for launches by name: on the current device, or for that of ``call.gpus``."""
+    if (gpu := AHEAD.get()) is not None:
+        from triton.backends.compiler import GPUTarget
+
+        target = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
+        return [
+            base.Build(name, functools.partial(compile_kernel, each.kernel, specialise(each), each.options, target))
+            for name, each in launches.items()
+        ]
     device = torch.cuda.current_device()
     return [base.Build(name, functools.partial(find_build, launch, device)) for name, launch in launches.items()]

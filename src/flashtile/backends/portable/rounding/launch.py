@@ -27,10 +27,10 @@ from flashtile.backends.portable.rounding.kernels import (
     sum_keys,
 )
 from flashtile.call.blocks import BLOCK, num_blocks
-from flashtile.call.problem import compute_capability
+from flashtile.call.gpus import compute_capability
 from flashtile.call.quantized import E4M3, Choices, Inputs, Quantized, record, turned
 
-# Heads of a program that quantises rows, and the most bytes of a head's rows with which the next head's are on their way.
+# Heads of a program that quantises rows, and the most bytes of a head's rows of which the next are loaded meanwhile.
 _HEADS, _MOST_AHEAD = 4, 32 * 1024
 _OPERANDS = ("x", "out", "scale", "shift", "sums", "mean", "largest", "cos", "sin", "cu_seqlens", "cu_seqlens_k")
 
