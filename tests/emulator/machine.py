@@ -218,6 +218,8 @@ class Machine:
 
     def __init__(self, seed: int, resident: int, total: int, ordered_sums: bool = False) -> None:
         self.random = random.Random(seed)
+        # How likely a load lands while somebody could run: on a busy device roles go far while one is under way.
+        self.haste = self.random.choice((0.3, 0.05, 0.0))
         self.resident = resident
         self.now: Task | None = None
         self.loads: list[Operation] = []
@@ -266,7 +268,7 @@ class Machine:
     def _turn(self) -> None:
         able = [task for task in self.tasks if task.ready is None or task.ready()]
         # Any copy in flight may complete now.
-        if self.loads and (not able or self.random.random() < 0.3):
+        if self.loads and (not able or self.random.random() < self.haste):
             self.loads.pop(self.random.randrange(len(self.loads))).complete()
             return
         if not able:

@@ -48,7 +48,8 @@ def big_backward(grid):
     tile = make_records(FIELDS, "", RECORD_SIZE, 1, 3 if OF == "v" else 4)
     held = make_ring(dtype, [BLOCK, WIDTH], chunks, 1, 1, 1, grid.call.q.BLOCK_DIM // WIDTH)
     passing = make_ring(dtype, [BLOCK, WIDTH], chunks, grid.tiles.CHUNKS, 1)
-    adding = make_ring(dtype, [BLOCK, OWN], of_own, grid.tiles.CHUNKS_OWN, 1)
+    BUFFERS: gl.constexpr = grid.tiles.CHUNKS_OWN // 2
+    adding = make_ring(dtype, [BLOCK, OWN], of_own, BUFFERS, 1), make_ring(dtype, [BLOCK, OWN], of_own, BUFFERS, 1)
     if OF == "v":
         rows = make_ring(gl.float32, [2, BLOCK], of_rows, 2, 1)
         probs = make_ring(dtype, [BLOCK, BLOCK], square, 2, 2)

@@ -58,7 +58,9 @@ class Rings:
         rows: [2, 64] float32 of a block of queries, see ``backward.rows``: one use for dq, else one a step.
         passing: Keys or queries, for the scores.
         passing_v: Values or dout, for dprobs; None for dv.
-        adding: What the gradient is made of: dout, or keys or queries once more.
+        adding: What the gradient is made of: dout, or keys or queries once more. A ring for each warpgroup, whose own
+            chunks alone are its uses: with one for both, of an odd number of chunks a step, a warpgroup may wait for a
+            use before the other one's, in the same buffer, has landed. A barrier's parity does not tell the two apart.
         probs: What the scorer makes of a step: probabilities, or for dq and dk their factors of dscores.
         dscores: What the follower makes of that; None for dv.
     """
@@ -69,7 +71,7 @@ class Rings:
     rows: Ring
     passing: Ring
     passing_v: Ring | gl.constexpr
-    adding: Ring
+    adding: gl.tuple
     probs: Ring
     dscores: Ring | gl.constexpr
 
@@ -98,6 +100,17 @@ def load_passing(desc, ring, rows, row, used, CHUNKS: gl.constexpr):
         use = used * CHUNKS + c
         full = ring.acquire(use, BLOCK * WIDTH * 2)
         load_chunk(desc, rows, row, ring.at(use), full, c * WIDTH)
+
+
+@gluon.jit
+def load_adding(desc, rings, rows, row, used, grid):
+    """Starts the loads of what a step adds, each chunk to the ring of the warpgroup that has it."""
+    WIDTH: gl.constexpr = grid.tiles.CHUNK_OWN
+    for c in gl.static_range(grid.tiles.NUM_OWN):
+        ring = rings.adding[c % 2]
+        # Of as many chunks as the warpgroup has.
+        use = used * ((grid.tiles.NUM_OWN + 1 - c % 2) // 2) + c // 2
+        load_chunk(desc, rows, row, ring.at(use), ring.acquire(use, BLOCK * WIDTH * 2), c * WIDTH)
 
 
 @gluon.jit
@@ -164,7 +177,6 @@ def value_producer(rings, grid):
 @gluon.jit
 def gradient_producer(rings, grid):
     """Loads what the gradient is made of."""
-    CHUNKS: gl.constexpr = grid.tiles.NUM_OWN
     records = rings.tile
     records.ring.wait(0)
     steps = num_steps(records, grid)
@@ -172,13 +184,13 @@ def gradient_producer(rings, grid):
     used = 0
     while used < steps:
         if grid.tiles.OF == "q":
-            load_passing(grid.call.k.desc, rings.adding, key_rows(records, grid), step.place, used, CHUNKS)
+            load_adding(grid.call.k.desc, rings, key_rows(records, grid), step.place, used, grid)
         else:
             rows = query_rows(records, step, grid)
             if grid.tiles.OF == "k":
-                load_passing(grid.call.q.desc, rings.adding, rows, step.place, used, CHUNKS)
+                load_adding(grid.call.q.desc, rings, rows, step.place, used, grid)
             else:
-                load_passing(grid.gradients.dout.desc, rings.adding, rows, step.place, used, CHUNKS)
+                load_adding(grid.gradients.dout.desc, rings, rows, step.place, used, grid)
         step = next_step(step, records, grid)
         used += 1
 
@@ -228,49 +240,46 @@ def finish_sum(x, held, passing, used, grid, AHEAD: gl.constexpr, LATER: gl.cons
 
 
 @gluon.jit
-def own_zeros(CHUNKS: gl.constexpr, WIDTH: gl.constexpr, WARPGROUP: gl.constexpr):
+def own_zeros(grid, WARPGROUP: gl.constexpr):
     """A warpgroup's accumulators, one for every second chunk, 0."""
     accs = ()
-    for _ in gl.static_range(WARPGROUP, CHUNKS, 2):
-        accs = also(accs, zero_accumulator(BLOCK, WIDTH))
+    for _ in gl.static_range(WARPGROUP, grid.tiles.NUM_OWN, 2):
+        accs = also(accs, zero_accumulator(BLOCK, grid.tiles.CHUNK_OWN))
     return accs
 
 
 @gluon.jit
-def add_own(a, ring, used, accs, CHUNKS: gl.constexpr, WARPGROUP: gl.constexpr):
+def start_own(a, ring, used, accs, i: gl.constexpr):
+    """Starts the product of what has been handed over with a warpgroup's chunk i of a step."""
+    ring.wait(used * len(accs) + i)
+    return warpgroup_mma(a, chunk_of(ring, used, i, len(accs)), accs[i], is_async=True)
+
+
+@gluon.jit
+def add_own(a, ring, used, accs):
     """Starts the products of what has been handed over with a warpgroup's chunks of a step."""
     started = ()
     for i in gl.static_range(len(accs)):
-        ring.wait(used * CHUNKS + WARPGROUP + 2 * i)
-        chunk = chunk_of(ring, used, WARPGROUP + 2 * i, CHUNKS)
-        started = also(started, warpgroup_mma(a, chunk, accs[i], is_async=True))
+        started = also(started, start_own(a, ring, used, accs, i))
     return started
 
 
 @gluon.jit
-def finish_own(accs, ring, used, CHUNKS: gl.constexpr, PENDING: gl.constexpr, WARPGROUP: gl.constexpr):
-    """The sums, PENDING products having been started after them; each chunk is released once its product is done."""
+def finish_own(accs, ring, used):
+    """The sums; each chunk is released once its product is done."""
     for i in gl.static_range(len(accs)):
-        accs = wait_for_products(accs, len(accs) - 1 - i + PENDING)
-        ring.release(used * CHUNKS + WARPGROUP + 2 * i)
+        accs = wait_for_products(accs, len(accs) - 1 - i)
+        ring.release(used * len(accs) + i)
     return accs
 
 
 @gluon.jit
-def start_own(a, ring, used, acc, CHUNKS: gl.constexpr, CHUNK: gl.constexpr):
-    """Starts the product of what has been handed over with one chunk of a step."""
-    ring.wait(used * CHUNKS + CHUNK)
-    return warpgroup_mma(a, chunk_of(ring, used, CHUNK, CHUNKS), acc, is_async=True)
-
-
-@gluon.jit
-def add_others(a, ring, used, accs, CHUNKS: gl.constexpr, WARPGROUP: gl.constexpr):
+def add_others(a, ring, used, accs):
     """Adds the products with all of a warpgroup's chunks but the first, started before: one by one, as they arrive."""
     done = wait_for_products((accs[0],))
     for i in gl.static_range(1, len(accs)):
-        acc = start_own(a, ring, used, accs[i], CHUNKS, WARPGROUP + 2 * i)
-        done = done + wait_for_products((acc,))
-        ring.release(used * CHUNKS + WARPGROUP + 2 * i)
+        done = done + wait_for_products((start_own(a, ring, used, accs, i),))
+        ring.release(used * len(accs) + i)
     return done
 
 
@@ -339,10 +348,9 @@ def hand_factors(s, rings, step, used, grid, mod):
 def scorer(rings, grid, mod):
     """The warpgroup that makes the scores of a tile of dq or dk, a step ahead of its chunks of the gradient."""
     AHEAD: gl.constexpr = min(grid.tiles.CHUNKS, rings.held.parts)
-    CHUNKS: gl.constexpr = grid.tiles.NUM_OWN
     records = rings.tile
     zeros = score_zeros(grid)
-    accs = own_zeros(CHUNKS, grid.tiles.CHUNK_OWN, 0)
+    accs = own_zeros(grid, 0)
     records.ring.wait(0)
     steps = num_steps(records, grid)
     step = first_step(records, grid)
@@ -357,29 +365,28 @@ def scorer(rings, grid, mod):
         s = start_sum(rings.held, rings.passing, used + 1, zeros, grid, 0, AHEAD)
         rings.dscores.wait(used)
         ds = dscores_operand(rings.dscores.at(used), grid)
-        first = start_own(ds, rings.adding, used, accs[0], CHUNKS, 0)
+        first = start_own(ds, rings.adding[0], used, accs, 0)
         s = finish_sum(s, rings.held, rings.passing, used + 1, grid, AHEAD, 1)
         # Started before the last scores, unless all of these were ahead of it.
         if rings.held.parts == AHEAD:
             first = warpgroup_mma_wait(0, deps=[first])
-        rings.adding.release(used * CHUNKS)
+        rings.adding[0].release(used * len(accs))
         hand_factors(s, rings, step, used + 1, grid, mod)
-        accs = add_others(ds, rings.adding, used, (first,) + accs[1:], CHUNKS, 0)  # noqa: RUF005
+        accs = add_others(ds, rings.adding[0], used, (first,) + accs[1:])  # noqa: RUF005
         rings.dscores.release(used)
         used += 1
     if steps > 0:
         rings.dscores.wait(used)
         ds = dscores_operand(rings.dscores.at(used), grid)
-        first = warpgroup_mma_wait(0, deps=[start_own(ds, rings.adding, used, accs[0], CHUNKS, 0)])
-        rings.adding.release(used * CHUNKS)
-        accs = add_others(ds, rings.adding, used, (first,) + accs[1:], CHUNKS, 0)  # noqa: RUF005
+        first = warpgroup_mma_wait(0, deps=[start_own(ds, rings.adding[0], used, accs, 0)])
+        rings.adding[0].release(used * len(accs))
+        accs = add_others(ds, rings.adding[0], used, (first,) + accs[1:])  # noqa: RUF005
     store_own(accs, rings, grid, 0)
 
 
 @gluon.jit
 def dscores_step(rings, used, dp, accs, grid, HAS_NEXT: gl.constexpr):
     """What a step adds to the follower's chunks; and the next step's dprobs, if it HAS_NEXT."""
-    CHUNKS: gl.constexpr = grid.tiles.NUM_OWN
     AHEAD: gl.constexpr = min(grid.tiles.CHUNKS_V, rings.held_v.parts)
     delta = rings.rows.at(rows_use(used, grid)).slice(1, 1)
     rings.rows.wait(rows_use(used, grid))
@@ -396,14 +403,14 @@ def dscores_step(rings, used, dp, accs, grid, HAS_NEXT: gl.constexpr):
         rings.rows.release(used)
     rings.dscores.wait(used)
     operand = dscores_operand(rings.dscores.at(used), grid)
-    first = start_own(operand, rings.adding, used, accs[0], CHUNKS, 1)
+    first = start_own(operand, rings.adding[1], used, accs, 0)
     if HAS_NEXT:
         dp = start_sum(rings.held_v, rings.passing_v, used + 1, score_zeros(grid), grid, 0, AHEAD)
     first = warpgroup_mma_wait(AHEAD if HAS_NEXT else 0, deps=[first])
-    rings.adding.release(used * CHUNKS + 1)
+    rings.adding[1].release(used * len(accs))
     if HAS_NEXT:
         dp = finish_sum(dp, rings.held_v, rings.passing_v, used + 1, grid, AHEAD, 0)
-    accs = add_others(operand, rings.adding, used, (first,) + accs[1:], CHUNKS, 1)  # noqa: RUF005
+    accs = add_others(operand, rings.adding[1], used, (first,) + accs[1:])  # noqa: RUF005
     rings.dscores.release(used)
     return dp, accs
 
@@ -413,7 +420,7 @@ def follower(rings, grid):
     """The warpgroup that makes the gradients of the scores, and the other chunks of dq or dk."""
     AHEAD: gl.constexpr = min(grid.tiles.CHUNKS_V, rings.held_v.parts)
     records = rings.tile
-    accs = own_zeros(grid.tiles.NUM_OWN, grid.tiles.CHUNK_OWN, 1)
+    accs = own_zeros(grid, 1)
     records.ring.wait(0)
     steps = num_steps(records, grid)
     used = 0
@@ -432,10 +439,9 @@ def follower(rings, grid):
 def value_scorer(rings, grid, mod):
     """The warpgroup that makes the probabilities of a tile of dv: a step ahead of its chunks of the gradient."""
     AHEAD: gl.constexpr = min(grid.tiles.CHUNKS, rings.held.parts)
-    CHUNKS: gl.constexpr = grid.tiles.NUM_OWN
     records = rings.tile
     zeros = score_zeros(grid)
-    accs = own_zeros(CHUNKS, grid.tiles.CHUNK_OWN, 0)
+    accs = own_zeros(grid, 0)
     records.ring.wait(0)
     steps = num_steps(records, grid)
     step = first_step(records, grid)
@@ -449,15 +455,15 @@ def value_scorer(rings, grid, mod):
         step = next_step(step, records, grid)
         s = start_sum(rings.held, rings.passing, used + 1, zeros, grid, 0, AHEAD)
         rings.probs.wait(used)
-        accs = add_own(rings.probs.at(used), rings.adding, used, accs, CHUNKS, 0)
+        accs = add_own(rings.probs.at(used), rings.adding[0], used, accs)
         s = finish_sum(s, rings.held, rings.passing, used + 1, grid, AHEAD, len(accs))
         hand_probabilities(s, rings, step, used + 1, grid, mod)
-        accs = finish_own(accs, rings.adding, used, CHUNKS, 0, 0)
+        accs = finish_own(accs, rings.adding[0], used)
         rings.probs.release(used)
         used += 1
     if steps > 0:
         rings.probs.wait(used)
-        accs = add_own(rings.probs.at(used), rings.adding, used, accs, CHUNKS, 0)
+        accs = add_own(rings.probs.at(used), rings.adding[0], used, accs)
         accs = wait_for_products(accs)
     store_own(accs, rings, grid, 0)
 
@@ -477,16 +483,15 @@ def hand_probabilities(s, rings, step, used, grid, mod):
 @gluon.jit
 def value_follower(rings, grid):
     """The warpgroup of the other chunks of dv."""
-    CHUNKS: gl.constexpr = grid.tiles.NUM_OWN
     records = rings.tile
-    accs = own_zeros(CHUNKS, grid.tiles.CHUNK_OWN, 1)
+    accs = own_zeros(grid, 1)
     records.ring.wait(0)
     steps = num_steps(records, grid)
     used = 0
     while used < steps:
         rings.probs.wait(used)
-        accs = add_own(rings.probs.at(used), rings.adding, used, accs, CHUNKS, 1)
-        accs = finish_own(accs, rings.adding, used, CHUNKS, 0, 1)
+        accs = add_own(rings.probs.at(used), rings.adding[1], used, accs)
+        accs = finish_own(accs, rings.adding[1], used)
         rings.probs.release(used)
         used += 1
     store_own(accs, rings, grid, 1)
@@ -496,18 +501,16 @@ def value_follower(rings, grid):
 def store_own(accs, rings, grid, WARPGROUP: gl.constexpr):
     """Stores a warpgroup's chunks of the gradient, if there is a tile.
 
-    Each leaves through the buffer of the same chunk of the last step. Buffers being even in number, the other warpgroup
-    may still read the others alone.
+    Each leaves through the buffer of the same chunk of the last step.
     """
-    CHUNKS: gl.constexpr = grid.tiles.NUM_OWN
     records = rings.tile
     if grid.gradients.scale is not None:
         accs = times(accs, grid.gradients.scale)
     if records.get(0, "is_tile") > 0:
         rows = out_rows(records, grid)
-        last = gl.maximum(num_steps(records, grid) - 1, 0) * CHUNKS
+        last = gl.maximum(num_steps(records, grid) - 1, 0) * len(accs)
         for i in gl.static_range(len(accs)):
-            buffer = rings.adding.at(last + WARPGROUP + 2 * i)
+            buffer = rings.adding[WARPGROUP].at(last + i)
             store_chunk(accs[i], buffer, rows, records.get(0, "place"), grid, WARPGROUP + 2 * i)
         tma_store_wait(0)
 
