@@ -79,8 +79,8 @@ def in_order(order: Callable[[int], Any], fused: bool) -> Instead:
             total = total + acc
         return total
 
-    def sum_(x: Tensor, dims: list[int], keepdim: bool = False, **_: Any) -> Tensor:
-        dims = sorted(dim % x.dim() for dim in dims)
+    def sum_(x: Tensor, dims: list[int] | None = None, keepdim: bool = False, **_: Any) -> Tensor:
+        dims = sorted(dim % x.dim() for dim in (range(x.dim()) if dims is None else dims))
         others = [dim for dim in range(x.dim()) if dim not in dims]
         kept = [x.shape[dim] for dim in others]
         rows = x.permute(*others, *dims).reshape(*kept, 1, math.prod(x.shape[dim] for dim in dims))

@@ -40,7 +40,7 @@ def judge(call: Drawn, backend: str, device: str = "cpu") -> None:
         _judge_pieces(call, dispatch.backend(backend), device)
     elif isinstance(case, Case):
         made = cases.build(case, call.dtype, device, call.seed)
-        if cancels(made.problem):
+        if cancels(made.problem) and made.leaves:
             made = cases.build(replace(case, wanted="v"), call.dtype, device, call.seed)
         cases.judge(made, backend)
     elif isinstance(case, CacheCase):

@@ -60,7 +60,7 @@ def test_numbers(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("head_dim", [384, 448])
 def test_chunks_of_an_odd_number_may_land_late(head_dim: int) -> None:
-    """With one ring for both warpgroups the parity of a barrier passed for that of a later use: seeds 6, 7, 9 and 10."""
+    """In one ring for both warpgroups a barrier's parity passed for that of a later use: seeds 6, 7, 9 and 10."""
     case = Case("late", batch=1, seqlen_q=250, seqlen_k=250, heads=1, kv_heads=1, head_dim=head_dim)
     for seed in range(6, 11):
         with on_cpu(seed, 2):

@@ -87,7 +87,7 @@ class BackwardPlan:
         self._config = config
         self._in_chain = configs.in_chain(config)
         self._of_chain: Workspace | None = None
-        self._bounds = self._bounds_of(problem, tensors) if problem.intervals else 0
+        self._bounds = self._bounds_of(problem, tensors) if problem.intervals else None
         self._steps: dict[Any, list[Step]] = {}
 
     def __call__(
@@ -129,7 +129,7 @@ class BackwardPlan:
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
             t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, t.key_blocks, t.key_items,
-            empty_bounds(self._bounds, t.q) if self._bounds else None, t.rng_state, *read_by_mods(t, self._problem),
+            empty_bounds(self._bounds, t.q), t.rng_state, *read_by_mods(t, self._problem),
         ))  # fmt: skip
         self._finish(work, sums is not None, dk, dv)
         if t.sinks is not None and wanted.sinks:

@@ -61,7 +61,7 @@ def _splits(
     band: Band, seqlen_q: int, seqlen_k: int, heads: int, group_size: int, config: Config, ordered: bool
 ) -> int:
     rows, keys = config.block_m, config.block_n
-    tiles = -(-seqlen_k // keys) * heads
+    tiles = max(1, -(-seqlen_k // keys)) * heads
     mean = band.count(seqlen_q, seqlen_k) / (rows * keys) * heads / tiles
     longest = -(-seqlen_q // rows)
     if band.left is not None and band.right is not None:

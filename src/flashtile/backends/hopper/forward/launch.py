@@ -59,7 +59,7 @@ class ForwardPlan:
         self._device = q.device
         self._steps = self._steps_of(tensors, self._config)
         self._joining: tuple[Step, ...] | None = None
-        self._bounds = most_bounds(problem, tensors) if problem.intervals else 0
+        self._bounds = most_bounds(problem, tensors) if problem.intervals else None
 
     def __call__(
         self, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None
@@ -86,7 +86,7 @@ class ForwardPlan:
         run(steps, (
             t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, tile_counter, t.alibi_slopes, t.attn_bias,
             t.attn_mask, *parts, t.row_keys, t.key_rows, t.row_blocks, t.row_items,
-            empty_bounds(self._bounds, t.q) if self._bounds else None, t.rng_state, *read_by_mods(t, self._problem),
+            empty_bounds(self._bounds, t.q), t.rng_state, *read_by_mods(t, self._problem),
         ))  # fmt: skip
         return out, lse
 

@@ -72,7 +72,7 @@ class BackwardPlan:
         if problem.grad_dtype == problem.dtype and all(x.is_contiguous() for x in (t.q, t.k, t.v)):
             self._empty_like = torch.empty_like
         self._steps: dict[object, list[Step]] = {}
-        self._bounds = _bounds_places(problem, t)[-1] if problem.intervals else 0
+        self._bounds = _bounds_places(problem, t)[-1] if problem.intervals else None
         self._shares: list[Any] = []
         if problem.operand_grad:
             from flashtile.backends.portable.backward import operands  # what few programs need is not loaded by all
@@ -114,7 +114,7 @@ class BackwardPlan:
             t.q, t.k, t.v, dout, t.alibi_slopes, t.attn_mask, t.attn_bias, t.cu_seqlens_q, t.cu_seqlens_k, t.rng_state,
             t.origins, out, lse, dlse, rows, dq, dk, dv, dbias, t.row_keys, t.key_rows,
             t.row_blocks, t.row_items, t.key_blocks, t.key_items,
-            empty_bounds(self._bounds, t.q) if self._bounds else None,
+            empty_bounds(self._bounds, t.q),
             *read_by_mods(t, self._problem), *(x for each in sums_of for x in each),
         ))  # fmt: skip
         dsinks = None
@@ -334,7 +334,7 @@ def bias_entries(problem: Problem, bias: Tensor) -> int:
 
 def _bias_shape(problem: Problem, bias: Tensor) -> tuple[tuple[int, ...], list[bool]]:
     """A bias's heads, rows and keys, and along which of them it broadcasts."""
-    full, shape = (problem.num_heads_q, problem.seqlen_q, problem.seqlen_k), (1, 1, *bias.shape)[-3:]
+    full, shape = (problem.num_heads_q, problem.seqlen_q, problem.seqlen_k), (1, 1, 1, *bias.shape)[-3:]
     return shape, [have == 1 and size != 1 for have, size in zip(shape, full, strict=True)]
 
 
@@ -345,7 +345,7 @@ def bias_parts(problem: Problem, bias: Tensor) -> int:
 
 
 def _bias_tiles(problem: Problem, bias: Tensor) -> int:
-    config, shape = choose(problem, "dbias"), (1, 1, *bias.shape)[-4:]
+    config, shape = choose(problem, "dbias"), (1, 1, 1, 1, *bias.shape)[-4:]
     return math.prod(bias.shape[:-2]) * -(-shape[2] // config.block_m) * -(-shape[3] // config.block_n)
 
 

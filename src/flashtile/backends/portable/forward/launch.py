@@ -48,7 +48,7 @@ class ForwardPlan:
         self._out_is_like_q = q.is_contiguous() and self._out_shape == q.shape and problem.out_dtype == q.dtype
         self._like_lse = like_floats(q, problem.lse_shape(q))
         self._steps: dict[object, tuple[Step, ...]] = {}
-        self._bounds = most_bounds(problem, tensors) if problem.intervals else 0
+        self._bounds = most_bounds(problem, tensors) if problem.intervals else None
 
     def __call__(
         self, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None
@@ -70,7 +70,7 @@ class ForwardPlan:
         run(steps, (
             t.q, t.k, t.v, out, lse, t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
             t.rng_state, t.origins, *parts, t.row_keys, t.key_rows, t.row_blocks, t.row_items,
-            empty_bounds(self._bounds, t.q) if self._bounds else None, *read_by_mods(t, self._problem),
+            empty_bounds(self._bounds, t.q), *read_by_mods(t, self._problem),
         ))  # fmt: skip
         return out, lse
 
