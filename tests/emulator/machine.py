@@ -219,7 +219,7 @@ class Machine:
     def __init__(self, seed: int, resident: int, total: int, ordered_sums: bool = False) -> None:
         self.random = random.Random(seed)
         # How likely a load lands while somebody could run: on a busy device roles go far while one is under way.
-        self.haste = self.random.choice((0.3, 0.05, 0.0))
+        self.haste = self.random.choice((0.3, 0.05, 0.01))
         self.resident = resident
         self.now: Task | None = None
         self.loads: list[Operation] = []
