@@ -16,8 +16,7 @@ from torch import Tensor
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError
 from flashtile.call.backend import MEANWHILE, Build, Direction
-from flashtile.call.gpus import compute_capability
-from flashtile.call.problem import Problem, Tensors
+from flashtile.call.problem import Problem, Tensors, compute_capability
 from flashtile.ops import dispatch, plans
 from tests.cases import Case
 from tests.fuzz.drawn import Drawn

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashtile.call.arguments import integer
 from flashtile.call.functions import Function
-from flashtile.call.gpus import compute_capability
+from flashtile.call.problem import compute_capability
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.mods.block_mask import FULL, PARTIAL, BlockMask, Entries, listed, with_bits
 from flashtile.mods.graph import parse

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
@@ -19,11 +19,13 @@ from flashtile.call import autocast, cached_arguments, cached_problem, latent
 from flashtile.call.arguments import Options, Tensors, flag, read
 from flashtile.call.backend import Build, Direction, directions_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
-from flashtile.call.gpus import AHEAD, Gpu, compute_capability, gpu_name, gpu_of
-from flashtile.call.problem import Problem, check_values
+from flashtile.call.problem import AHEAD, Problem, check_values, compute_capability, gpu_name
 from flashtile.call.quantized import Quantized
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.ops import dispatch
+
+if TYPE_CHECKING:
+    from flashtile.call.gpus import Gpu
 
 
 def explain(
@@ -144,6 +146,8 @@ def warm_up(
     if gpu is not None:
         if _device(device) != torch.device("cuda"):
             raise InvalidInputError("gpu", f"is given, but goes with device='cuda' alone, which is {shown(device)}")
+        from flashtile.call.gpus import gpu_of
+
         return contextvars.copy_context().run(_ahead, gpu_of(gpu), (q, k, v), backward, keywords)
     return _warm_up((q, k, v), device, backward, keywords)
 

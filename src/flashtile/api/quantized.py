@@ -20,9 +20,8 @@ from flashtile.backends.cpu.rounding import restored
 from flashtile.call import arguments, autocast
 from flashtile.call.arguments import Options, Tensors
 from flashtile.call.backend import Build, Direction
-from flashtile.call.gpus import compute_capability
 from flashtile.call.prepared import wanting, without_data
-from flashtile.call.problem import Problem
+from flashtile.call.problem import Problem, compute_capability
 from flashtile.call.quantized import Quantized
 from flashtile.call.quantized_arguments import OUT_DTYPES, QuantizedOptions, QuantizedTensors, options_of
 from flashtile.call.quantized_problem import problem_of

@@ -11,7 +11,7 @@ from flashtile.api.cached import completed
 from flashtile.call import cached_arguments, cached_problem
 from flashtile.call.arguments import integer
 from flashtile.call.cached_arguments import CacheTensors
-from flashtile.call.gpus import compute_capability as capability_of
+from flashtile.call.problem import compute_capability as capability_of
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.ops import dispatch
 

@@ -196,3 +196,13 @@ def lengths_between(argument: str, bounds: list[int], rows: int, owner: str) -> 
     if bounds[-1] > rows:
         raise InvalidInputError(argument, f"ends with {bounds[-1]}, but {owner} has {rows} rows")
     return lengths
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether address and strides are multiples of 16 bytes."""
+    if (type(tensor) is Tensor or not hasattr(tensor, "fake_mode")) and tensor.data_ptr() % 16:
+        return False
+    unit = 16 // tensor.element_size()
+    if tensor.is_contiguous() and tensor.shape[-1] % unit == 0:
+        return True  # The strides are multiples of that size.
+    return not any(s % unit and n > 1 for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from flashtile.call.axes import Axes, checked_kinds, lengths_between, packed_lengths
+from flashtile.call.axes import Axes, checked_kinds, is_aligned, lengths_between, packed_lengths
 from flashtile.call.cached_arguments import (
     EIGHT_BITS,
     FLOAT8,
@@ -18,7 +18,7 @@ from flashtile.call.cached_arguments import (
     check_tree_rows,
     tree_pairs,
 )
-from flashtile.call.problem import MaskMod, Problem, ScoreMod, SequenceLayout, checked_problem, is_aligned
+from flashtile.call.problem import MaskMod, Problem, ScoreMod, SequenceLayout, checked_problem
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
 

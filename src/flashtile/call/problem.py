@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -18,8 +19,7 @@ from torch import Tensor
 from flashtile.call.arguments import DTYPES as DTYPES
 from flashtile.call.arguments import TENSORS, Grads, Options, differentiable, grads_of
 from flashtile.call.arguments import Tensors as Tensors
-from flashtile.call.axes import Axes, checked_kinds, is_packed, packed_lengths
-from flashtile.call.gpus import compute_capability, gpu_name
+from flashtile.call.axes import Axes, checked_kinds, is_aligned, is_packed, packed_lengths
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band, Origin
 
@@ -378,11 +378,23 @@ def check_values(problem: Problem, tensors: Tensors) -> None:
     packed_lengths("k", t.cu_seqlens_k, t.k.shape[0], problem.seqlen_k, functools.partial(_shown, t, 1))
 
 
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether address and strides are multiples of 16 bytes."""
-    if (type(tensor) is Tensor or not hasattr(tensor, "fake_mode")) and tensor.data_ptr() % 16:
-        return False
-    unit = 16 // tensor.element_size()
-    if tensor.is_contiguous() and tensor.shape[-1] % unit == 0:
-        return True  # The strides are multiples of that size.
-    return not any(s % unit and n > 1 for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True))
+# The ``gpus.Gpu`` that is built for in place of the one that is here.
+AHEAD: ContextVar[Any] = ContextVar("AHEAD", default=None)
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """``(major, minor)`` of an NVIDIA device, None for any other; that of the GPU that is built for, if one is."""
+    gpu = AHEAD.get() if device.type == "cuda" else None
+    return _compute_capability(device) if gpu is None else gpu.capability
+
+
+@functools.lru_cache(maxsize=64)
+def _compute_capability(device: torch.device) -> tuple[int, int] | None:
+    is_here = device.type == "cuda" and not torch.version.hip and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if is_here else None
+
+
+@functools.lru_cache(maxsize=64)
+def gpu_name(device: torch.device) -> str:
+    """The name of a GPU that is here, empty for any other device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""

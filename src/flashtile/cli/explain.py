@@ -10,8 +10,7 @@ import typer
 
 from flashtile.call.arguments import band_of, checked
 from flashtile.call.backend import Direction, directions_of
-from flashtile.call.gpus import gpu_name
-from flashtile.call.problem import Problem, described
+from flashtile.call.problem import Problem, described, gpu_name
 from flashtile.cli.options import MOST, DeviceType, DtypeName
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError

@@ -15,8 +15,7 @@ from flashtile import tuning
 from flashtile.backends.portable import tuned
 from flashtile.call.arguments import band_of
 from flashtile.call.backend import Direction
-from flashtile.call.gpus import compute_capability, gpu_name
-from flashtile.call.problem import Problem, described
+from flashtile.call.problem import Problem, compute_capability, described, gpu_name
 from flashtile.cli.options import AsJson, DtypeName, integers
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from flashtile.call.arguments import Options, is_plain, option_values
+from flashtile.call.axes import is_aligned
 from flashtile.call.backend import MEANWHILE, Backend, Direction, Given, Gradients, Plan, directions_of
-from flashtile.call.problem import TINY, Problem, Tensors, is_aligned
+from flashtile.call.problem import TINY, Problem, Tensors
 from flashtile.ops import dispatch
 
 

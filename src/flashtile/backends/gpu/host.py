@@ -36,7 +36,7 @@ from flashtile.backends.gpu.launch import (
     specialise,
 )
 from flashtile.call import backend as base
-from flashtile.call.gpus import AHEAD
+from flashtile.call.problem import AHEAD
 from flashtile.core import settings
 
 _CONTEXT_MISSING = 201

@@ -93,9 +93,9 @@ def most_bounds(problem: Problem, t: Tensors, *, over_keys: bool = False) -> int
     return 4 * batch * heads * tiles
 
 
-def empty_bounds(numbers: int | None, like: Tensor) -> Tensor | None:
-    """Memory for so many numbers, which may be none; None where there are no bounds."""
-    return None if numbers is None else torch.empty(numbers, dtype=torch.int32, device=like.device)
+def empty_bounds(numbers: int, like: Tensor) -> Tensor:
+    """Memory for so many numbers, which may be none."""
+    return torch.empty(numbers, dtype=torch.int32, device=like.device)
 
 
 def _used(problem: Problem, t: Tensors, over_keys: bool) -> tuple[Tensor | None, Tensor | None]:

@@ -19,7 +19,8 @@ from flashtile.backends.gpu.records import alibi_of, dropout_of, functions_of, n
 from flashtile.backends.portable import config as tables
 from flashtile.backends.portable.config import Config, tile_dims
 from flashtile.backends.portable.device.tiles import Tiles
-from flashtile.call.problem import Problem, Tensors, is_aligned
+from flashtile.call.axes import is_aligned
+from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_arguments import QuantizedTensors
 
 # Bytes of keys and values of heads that run together, the same for all chips, as it changes no result. Far below L2,

@@ -129,7 +129,8 @@ class BackwardPlan:
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
             t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, t.key_blocks, t.key_items,
-            empty_bounds(self._bounds, t.q), t.rng_state, *read_by_mods(t, self._problem),
+            None if self._bounds is None else empty_bounds(self._bounds, t.q), t.rng_state,
+            *read_by_mods(t, self._problem),
         ))  # fmt: skip
         self._finish(work, sums is not None, dk, dv)
         if t.sinks is not None and wanted.sinks:

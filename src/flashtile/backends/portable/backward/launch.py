@@ -114,7 +114,7 @@ class BackwardPlan:
             t.q, t.k, t.v, dout, t.alibi_slopes, t.attn_mask, t.attn_bias, t.cu_seqlens_q, t.cu_seqlens_k, t.rng_state,
             t.origins, out, lse, dlse, rows, dq, dk, dv, dbias, t.row_keys, t.key_rows,
             t.row_blocks, t.row_items, t.key_blocks, t.key_items,
-            empty_bounds(self._bounds, t.q),
+            None if self._bounds is None else empty_bounds(self._bounds, t.q),
             *read_by_mods(t, self._problem), *(x for each in sums_of for x in each),
         ))  # fmt: skip
         dsinks = None

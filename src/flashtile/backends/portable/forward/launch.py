@@ -70,7 +70,7 @@ class ForwardPlan:
         run(steps, (
             t.q, t.k, t.v, out, lse, t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
             t.rng_state, t.origins, *parts, t.row_keys, t.key_rows, t.row_blocks, t.row_items,
-            empty_bounds(self._bounds, t.q), *read_by_mods(t, self._problem),
+            None if self._bounds is None else empty_bounds(self._bounds, t.q), *read_by_mods(t, self._problem),
         ))  # fmt: skip
         return out, lse
 

@@ -93,12 +93,16 @@ class Rounding(NamedTuple):
         ROTATE: Precision of the rotation's product in float32, None for no rotation.
         BITS: Whether e4m3 is made by integer arithmetic.
         SEARCH: Bounds of sequences to read at once.
+        HEADS: Heads of a program that rounds rows.
+        STAGES: Of the loop over them.
     """
 
     seed: Any
     ROTATE: Any
     BITS: Any
     SEARCH: Any
+    HEADS: Any
+    STAGES: Any
 
 
 class Block(NamedTuple):
@@ -337,9 +341,7 @@ def decide_scale(peak, largest, scales, block, h):
 
 
 @triton.jit
-def quantize_rows(
-    source, sequences, keys, angles, mean, written, rounding, HEADS: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
+def quantize_rows(source, sequences, keys, angles, mean, written, rounding):
     """Quantises q or k: angles, minus the mean, rotation, scale, rounding. A program has a block of HEADS heads.
 
     The next head's rows are on their way while one's are written.
@@ -352,9 +354,9 @@ def quantize_rows(
         mean: ``Mean``, which is taken off keys, and of which queries have a ``shift``.
         written: ``Written``.
         rounding: ``Rounding``.
-        HEADS: Heads of a program.
-        STAGES: Of the loop over them.
     """
+    HEADS: tl.constexpr = rounding.HEADS
+    STAGES: tl.constexpr = rounding.STAGES
     DIM: tl.constexpr = source.DIM
     WIDTH: tl.constexpr = source.WIDTH
     num_heads = source.num_heads

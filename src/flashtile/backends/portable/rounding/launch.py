@@ -27,7 +27,7 @@ from flashtile.backends.portable.rounding.kernels import (
     sum_keys,
 )
 from flashtile.call.blocks import BLOCK, num_blocks
-from flashtile.call.gpus import compute_capability
+from flashtile.call.problem import compute_capability
 from flashtile.call.quantized import E4M3, Choices, Inputs, Quantized, record, turned
 
 # Heads of a program that quantises rows, and the most bytes of a head's rows of which the next are loaded meanwhile.
@@ -167,8 +167,7 @@ def block_launch(side: Side, *, finds: bool) -> Launch:
         mean = Pointer(torch.float32, "mean") if has_mean else None
         arguments |= {
             "keys": Sequences(bounds_k, side.batch, k.shape[-3]), "angles": _angles(side),
-            "mean": Mean(mean, k.shape[-2], heads // k.shape[-2]), "HEADS": _HEADS,
-            "STAGES": 2 if BLOCK * width * side.x.element_size() <= _MOST_AHEAD else 1,
+            "mean": Mean(mean, k.shape[-2], heads // k.shape[-2]),
         }  # fmt: skip
     warps = max(4, _padded(width) // 16)
     options = {"num_warps": warps if is_v else min(warps, 8), "num_stages": 1, **_registers(side)}
@@ -181,7 +180,9 @@ def _rounding(side: Side) -> Rounding:
     # The mean is taken off after the product, which float32 must survive. Of AMD's GPUs some have no tf32.
     precision = "ieee" if side.capability is None else "tf32x3"
     bits = side.capability is None or side.capability < (8, 9)
-    return Rounding(side.choices.seed, precision if side.choices.rotate else None, bits, search_of(side.batch))
+    stages = 2 if BLOCK * side.x.shape[-1] * side.x.element_size() <= _MOST_AHEAD else 1
+    rotate = precision if side.choices.rotate else None
+    return Rounding(side.choices.seed, rotate, bits, search_of(side.batch), _HEADS, stages)
 
 
 def _source(side: Side) -> Source:
