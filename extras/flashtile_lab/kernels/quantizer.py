@@ -43,7 +43,8 @@ def _builds(
     about: dict[str, object] = {"dtype": "bf16", "head_dim": head_dim, **choices}
     about |= {"packed": True} if packed else {}
     about |= {"rotary_dim": rotary_dim} if rotary_dim else {}
-    limit = 128 if capability == (9, 0) and head_dim <= 128 else None
+    # Of queries whose next head is loaded meanwhile: 64 bytes on Triton 3.6, none on 3.7, 160 on 3.9.
+    limit = 192 if capability == (9, 0) and head_dim <= 128 else None
     made = launches(Inputs(q, kv, kv, bounds, bounds, angles, angles), Choices(**choices), capability)
     return [
         build_of(launch, name=name, backend=backend, direction="quantize", config=about, spill_limit=limit)

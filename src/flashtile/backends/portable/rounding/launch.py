@@ -121,7 +121,7 @@ def mean_launches(side: Side) -> dict[str, Launch]:
     options = {"num_warps": 4, "num_stages": 1, **_registers(side)}
     return {
         "sum_keys": Launch(sum_keys, side.batch * heads * int(SPLITS), of_sums, options),
-        "mean_of_keys": Launch(mean_of_keys, side.batch * heads, of_mean, {"num_warps": 4, "num_stages": 1}),
+        "mean_of_keys": Launch(mean_of_keys, side.batch * heads, of_mean, {"num_warps": 8, "num_stages": 1}),
     }
 
 
