@@ -16,9 +16,8 @@ from flashtile.core import states
 from flashtile.ops import dispatch
 from flashtile.serving import tree_words
 from tests import trees
-from tests.backends.hopper.test_latent import case_of
 from tests.kvcache.alone import invariance_cases, judge_alone
-from tests.kvcache.cases import CASES, EIGHT_BIT_ROWS, CacheCase, build, judge
+from tests.kvcache.cases import CASES, EIGHT_BIT_ROWS, CacheCase, build, judge, latent_case
 from tests.kvcache.test_trees import CHAINS, assert_chains_are_causal
 from tests.poison import poisoned_memory
 from tests.rule import assert_close
@@ -99,9 +98,9 @@ def test_small(case: CacheCase, dtype: torch.dtype, backend: str) -> None:
 
 LARGE_ROWS = (
     *EIGHT_BIT_ROWS,
-    case_of("large", (5000, 777, 0, 8192), page_size=64, float8="rows", layout="apart"),
-    case_of("large_two_tiles", (5000, 777), 2, heads=128, page_size=16, float8="rows", layout="apart", sinks=True),
-    case_of("large_entries", (3000, 64, 4097), heads=40, float8="rows", layout="apart"),
+    latent_case("large", (5000, 777, 0, 8192), page_size=64, float8="rows", layout="apart"),
+    latent_case("large_two_tiles", (5000, 777), 2, heads=128, page_size=16, float8="rows", layout="apart", sinks=True),
+    latent_case("large_entries", (3000, 64, 4097), heads=40, float8="rows", layout="apart"),
 )
 
 

@@ -106,6 +106,13 @@ class CacheCase:
         return self.name
 
 
+def latent_case(name: str, lengths: tuple[int, ...], rows: int = 1, **values: object) -> CacheCase:
+    """Sequences of ``lengths`` keys and ``rows`` queries each, of one key head, in rows of keys and values."""
+    own = {"heads": 16, "kv_heads": 1, "head_dim": 64, "head_dim_v": 512, "qv": True, "layout": "stacked"}
+    sequences = tuple((length, rows, 0) for length in lengths)
+    return CacheCase(name, sequences, **own | values)  # type: ignore[arg-type]
+
+
 def _same(*lengths: int, rows: int = 1, new: int = 0) -> tuple[tuple[int, int, int], ...]:
     """Sequences of these lengths with as many queries and new keys each."""
     return tuple((length, rows, new) for length in lengths)

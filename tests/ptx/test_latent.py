@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from flashtile import attention_with_kvcache as attend
-from tests.backends.hopper.test_latent import case_of, running
+from tests.backends.hopper.test_latent import running
 from tests.kvcache.cases import CacheCase, build, judge
+from tests.kvcache.cases import latent_case as case_of
 from tests.ptx import hopper
 from tests.ptx.machine import Options
 from tests.slow import slow_but

@@ -21,14 +21,7 @@ from flashtile.call.problem import SequenceLayout
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.kvcache.cases import CacheCase, build, judge
-
-
-def case_of(name: str, lengths: tuple[int, ...], rows: int = 1, **values: object) -> CacheCase:
-    """Sequences of ``lengths`` keys and ``rows`` queries each, of one key head, in rows of keys and values."""
-    own = {"heads": 16, "kv_heads": 1, "head_dim": 64, "head_dim_v": 512, "qv": True, "layout": "stacked"}
-    sequences = tuple((length, rows, 0) for length in lengths)
-    return CacheCase(name, sequences, **own | values)  # type: ignore[arg-type]
-
+from tests.kvcache.cases import latent_case as case_of
 
 CASES = (
     case_of("one", (300,)),
