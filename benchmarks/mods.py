@@ -1,9 +1,9 @@
 """``python -m benchmarks.mods``: attention with functions of the user's, beside FlexAttention compiled.
 
-TFLOPS of kept pairs. What learns (T5's table, Graphormer's) has its gradient in the backward. ``flashtile-lists`` has
-the mask's blocks listed, as FlexAttention has, ``flashtile-intervals`` is the same mask without a function, where there
-is such a form. With ``--first`` the seconds to the first result
-of a new function, in a process of its own: with an empty cache of compiled kernels, and again with what that left.
+TFLOPS of kept pairs. What learns (T5's table, Graphormer's) has its gradient in the backward. ``flashtile-lists`` and
+``flashtile-portable`` have the mask's blocks listed, as FlexAttention has, ``flashtile-intervals`` is the same mask
+without a function, where there is such a form. With ``--first`` the seconds to the first result of a new function, in a
+process of its own: with an empty cache of compiled kernels, and again with what that left.
 """
 
 from __future__ import annotations
@@ -143,10 +143,9 @@ def ours(cell: Cell, mod: Mod, provider: str, device: torch.device) -> Callable[
     keywords: dict[str, Any] = {"mask_mod": mod.mask, "backend": backend}
     if provider.endswith("intervals"):
         keywords = {"block_mask": mod.intervals, "causal": cell.mod == "documents"}
-    if provider.endswith("lists"):
-        assert mod.mask is not None
+    if provider.endswith(("lists", "portable")) and mod.mask is not None:
         lists = flashtile.create_block_mask(mod.mask, *groups_of(cell), cell.seqlen, cell.seqlen, device)
-        keywords = {"block_mask": lists}
+        keywords = {"block_mask": lists, "backend": backend}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> Tensor:
         score = None if mod.score is None else mod.score(table)
