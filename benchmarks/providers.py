@@ -137,7 +137,7 @@ class Flashtile(Provider):
 
 
 class EightBits(Flashtile):
-    """This library in 8 bits by one backend: of tensors quantised before, to 8 bits like cuDNN, or in the call."""
+    """This library in 8 bits by one backend: tensors rounded before, with an output of 8 bits, or in the call."""
 
     limit = EIGHT_BIT_ERROR
 

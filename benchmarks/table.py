@@ -164,14 +164,14 @@ def fp8_summary(grid: Sequence[Cell]) -> Table:
 
 
 def rounding_table(grid: Sequence[Cell]) -> Table:
-    """The time of rounding q, k and v to 8 bits, its rate, and that rate over a copy's."""
-    lines = [["rounding q, k and v", "us", "GB/s", "share of a copy's rate"]]
+    """The time of rounding q, k and v to 8 bits, and its rate over a copy's of as many bytes."""
+    lines = [["rounding q, k and v", "us", "share of a copy's rate"]]
     for cell in grid:
         own, share = cell.time(ROUNDING), cell.ratio(ROUNDING, COPY)
         if own and share:
-            c, rate = cell.case, cell.case.rounding_bytes / own / 1e6
+            c = cell.case
             name = f"{c.batch} x {c.seqlen_k} rows, {c.num_heads_kv} heads of {c.head_dim}"
-            lines.append([name, f"{own * 1e3:.1f}", f"{rate:.0f}", f"{share:.2f}"])
+            lines.append([name, f"{own * 1e3:.1f}", f"{share:.2f}"])
     return lines
 
 

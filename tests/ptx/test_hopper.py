@@ -94,6 +94,8 @@ QUANTIZED = (
                   spare=9),
     QuantizedCase("wide", ((40, 150),), head_dim=256, heads=1, kv_heads=1, causal=True),
     QuantizedCase("blocks", ((200, 400),), head_dim=128, heads=1, kv_heads=1),
+    QuantizedCase("eight_bit_output_cut", ((70, 140),), head_dim=128, heads=1, kv_heads=1, out_scale=0.0005),
+    QuantizedCase("wide_eight_bit_output", ((40, 150),), head_dim=256, heads=1, kv_heads=1, out_scale=0.004),
 )  # fmt: skip
 
 

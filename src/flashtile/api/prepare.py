@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -23,9 +22,6 @@ from flashtile.call.problem import AHEAD, Problem, check_values, compute_capabil
 from flashtile.call.quantized import Quantized
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.ops import dispatch
-
-if TYPE_CHECKING:
-    from flashtile.call.gpus import Gpu
 
 
 def explain(
@@ -144,17 +140,16 @@ def warm_up(
         A record per kernel; no records for a backend that needs no build.
     """
     if gpu is not None:
-        if _device(device) != torch.device("cuda"):
-            raise InvalidInputError("gpu", f"is given, but goes with device='cuda' alone, which is {shown(device)}")
         from flashtile.call.gpus import gpu_of
 
-        return contextvars.copy_context().run(_ahead, gpu_of(gpu), (q, k, v), backward, keywords)
+        if _device(device) != torch.device("cuda"):
+            raise InvalidInputError("gpu", f"is given, but goes with device='cuda' alone, which is {shown(device)}")
+        token = AHEAD.set(gpu_of(gpu))
+        try:
+            return _warm_up((q, k, v), device, backward, keywords)
+        finally:
+            AHEAD.reset(token)
     return _warm_up((q, k, v), device, backward, keywords)
-
-
-def _ahead(gpu: Gpu, given: _Given, backward: bool, keywords: AnyCall) -> list[BuildTime]:
-    AHEAD.set(gpu)
-    return _warm_up(given, "cuda", backward, keywords)
 
 
 def _warm_up(given: _Given, device: torch.device | str, backward: bool, keywords: AnyCall) -> list[BuildTime]:

@@ -108,7 +108,7 @@ def load_adding(desc, rings, rows, row, used, grid):
     WIDTH: gl.constexpr = grid.tiles.CHUNK_OWN
     for c in gl.static_range(grid.tiles.NUM_OWN):
         ring = rings.adding[c % 2]
-        # Of as many chunks as the warpgroup has.
+        # A ring's uses count the chunks of its own warpgroup alone.
         use = used * ((grid.tiles.NUM_OWN + 1 - c % 2) // 2) + c // 2
         load_chunk(desc, rows, row, ring.at(use), ring.acquire(use, BLOCK * WIDTH * 2), c * WIDTH)
 

@@ -255,8 +255,8 @@ def add_parts(parts, HALF: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr)
 def rotated(parts, seed, dtype: tl.constexpr, ROTATE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Rows of parts times random signs and the Hadamard matrix, in float32; ``dtype``: in which they are multiplied.
 
-    Float32 that is multiplied in 16 bits is the sum of two numbers: the mean is taken off, and products with it are
-    taken, afterwards.
+    Float32 parts, those that angles have turned, are multiplied as the sum of two numbers of 16 bits: one alone would
+    leave few digits once a large mean is taken off.
     """
     found = ()
     for p in tl.static_range(DIM // WIDTH):
@@ -416,9 +416,9 @@ def quantize_columns(source, sequences, written, stride_dim, rounding):
 
 @triton.jit
 def sum_keys(source, sequences, angles, sums_ptr):
-    """Sums of the keys that ``call.quantized.MOST_KEYS`` tells, turned by their angles: (batch, heads, SPLITS, DIM).
+    """Sums of at most MOST_KEYS keys, spread evenly and turned by their angles: (batch, heads, SPLITS, DIM) float32.
 
-    In float32; a program has one of them.
+    A program has one of them.
     """
     DIM: tl.constexpr = source.DIM
     WIDTH: tl.constexpr = source.WIDTH

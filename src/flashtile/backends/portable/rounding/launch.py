@@ -177,7 +177,8 @@ def block_launch(side: Side, *, finds: bool) -> Launch:
 
 
 def _rounding(side: Side) -> Rounding:
-    # The mean is taken off after the product, which float32 must survive. Of AMD's GPUs some have no tf32.
+    # The mean is taken off after the product: rounded to tf32 before it, float32 numbers with a large mean would be
+    # left with few digits. Of AMD's GPUs some have no tf32.
     precision = "ieee" if side.capability is None else "tf32x3"
     bits = side.capability is None or side.capability < (8, 9)
     stages = 2 if BLOCK * side.x.shape[-1] * side.x.element_size() <= _MOST_AHEAD else 1
