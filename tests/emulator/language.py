@@ -405,6 +405,7 @@ class Language:
             "cumsum": lambda x, axis: Value(x.data.cumsum(axis, dtype=x.data.dtype)),
             "debug_barrier": self.thread_barrier,
             "multiple_of": lambda x, _: x,
+            "max_contiguous": lambda x, _: x,
         }
 
     def triton(self) -> SimpleNamespace:

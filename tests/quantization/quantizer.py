@@ -97,21 +97,26 @@ def check(case: Case, given: Inputs, apart: float = 0.0, flips: float = 1e-3) ->
     with poisoned_memory():
         found = QuantizePlan(given, case.choices)(given)
     want = quantized(given, case.choices)
-    for name in ("q", "k", "v"):
+    for name, number, wanted in zip("qkv", found.dequantized(), want.dequantized(), strict=True):
         a, b = getattr(found, name), getattr(want, name)
         assert a.shape == b.shape and a.is_contiguous() and a.dtype == b.dtype, name
         if apart and name != "v":
-            assert (a.float() - b.float()).norm() <= apart * b.float().norm(), name
+            size = max(apart * wanted.norm(), 1e-4 * getattr(given, name).float().norm())
+            assert (number - wanted).norm() <= size, name
         else:
-            codes, wanted = (_in_order(x.view(torch.uint8)) for x in (a, b))
-            assert (codes - wanted).abs().max() <= 1, name
-            assert (codes != wanted).double().mean() <= flips, name
+            codes, others = (_in_order(x.view(torch.uint8)) for x in (a, b))
+            assert (codes - others).abs().max() <= 1, name
+            assert (codes != others).double().mean() <= flips, name
         scale, expected = getattr(found, f"{name}_scale"), getattr(want, f"{name}_scale")
+        if apart:
+            # One key less the mean is 0, or what rounding made of it, which has a scale.
+            scale = torch.where((expected == 1.0) & (scale < 1e-4), expected, scale)
         torch.testing.assert_close(scale, expected, rtol=max(apart / 4, 1e-6), atol=0)
     assert (found.shift is None) == (want.shift is None)
     if found.shift is not None and want.shift is not None:
         size = want.shift.abs().max().item()
-        torch.testing.assert_close(found.shift, want.shift, rtol=1e-5, atol=2e-6 * size)
+        # Rows that angles have turned are multiplied with the rotation as two numbers of 16 bits.
+        torch.testing.assert_close(found.shift, want.shift, rtol=1e-5, atol=(4e-6 if apart else 2e-6) * size)
     assert (found.dtype, found.scales, found.rotated, found.smoothed, found.seed) == (
         want.dtype, case.scales, case.rotate, case.smooth_k, case.seed,
     )  # fmt: skip

@@ -237,6 +237,8 @@ class _Printer:
         for d, n in enumerate(index):
             size, node = f"{where}.sizes[{d}]", self.graph.nodes[n]
             inside = f"functions.inside({self._text(n)}, {size})"
+            if self.graph.levels[n] == 2 and tensors == "operands":
+                inside = f"functions.inside_by_key({self._text(n)}, {size}, at.j)"
             if node.op == "const":
                 inside = f"functions.inside_from_{'end' if node.args[0] < 0 else 'start'}({abs(node.args[0])}, {size})"
             terms.append(f"{inside} * {where}.steps[{d}]")

@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.gpu.described import described_tensors
-from flashtile.backends.hopper import records, tensor_maps
+from flashtile.backends.gpu.tensor_maps import geometry
+from flashtile.backends.hopper import records
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward import launch
 from flashtile.call.problem import Problem, Tensors
@@ -28,7 +29,7 @@ def _address(coordinate: tuple[int, ...], strides: list[int]) -> int:
 @pytest.mark.parametrize("start, length, row", [(0, 5, 0), (17, 1, 0), (1000, 300, 299), (2**29, 7, 3)])
 def test_packed_geometry_wraps_to_the_row(start: int, length: int, row: int) -> None:
     heads, dim = 6, 72
-    shape, strides = tensor_maps.geometry((10**9, heads, dim), (heads * dim, dim, 1), True)
+    shape, strides = geometry((10**9, heads, dim), (heads * dim, dim, 1), True)
     rows = 2**30
     here = (rows, start + length, rows - length + row, 4, 8)
     assert all(c < n for c, n in zip(here, shape, strict=True))
@@ -41,7 +42,7 @@ def test_packed_geometry_wraps_to_the_row(start: int, length: int, row: int) -> 
 def test_dense_geometry_replaces_strides_of_single_elements() -> None:
     x = torch.empty(1, 9, 1, 40)
     strides = (3, 40, 7, 1)
-    assert tensor_maps.geometry(tuple(x.shape), strides, False) == ((1, 9, 1, 40), (40, 40, 40, 1))
+    assert geometry(tuple(x.shape), strides, False) == ((1, 9, 1, 40), (40, 40, 40, 1))
 
 
 @pytest.mark.parametrize("head_dim, width", [(8, 64), (64, 64), (72, 96), (96, 96), (128, 128), (136, 160), (168, 192),

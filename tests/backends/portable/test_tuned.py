@@ -324,7 +324,8 @@ def test_calls_of_one_key_are_tuned_together(monkeypatch: pytest.MonkeyPatch) ->
     assert [[p.seqlen_q for p in task.problems] for task in found] == [[512, 8192], [512]]
     # What is checked besides is packed where that takes the same tiles.
     assert all(task.odd.varlen for task in found)
-    dense = tuning.tasks([_problem("sm_90", head_dim=64, head_dim_v=64, band=Band())], ["forward"])[0]
+    short = _problem("sm_90", head_dim=256, head_dim_v=256, seqlen_q=512, seqlen_k=512)
+    dense = tuning.tasks([short], ["forward"])[0]
     assert not dense.odd.varlen and dense.odd.seqlen_q % 16
 
 

@@ -25,20 +25,12 @@ _OF_REGULAR = {
     "row_intervals", "key_intervals", "head_intervals", "ordered_intervals", "block_lists", "fine_block_lists",
     "big_block_lists", "odd_block_lists", "score_mod", "mask_mod", "big_functions", "operand_grad",
 }  # fmt: skip
-_CAPABILITIES = Capabilities(
-    device_types=("cpu",),
-    dtypes=DTYPES,
-    max_head_dim=None,
-    features=_COMMON | _OF_REGULAR,
-)
+_CAPABILITIES = Capabilities(device_types=("cpu",), dtypes=DTYPES, max_head_dim=None, features=_COMMON | _OF_REGULAR)
 _OF_DECODE = {
     "alibi", "chunk", "pages", "float8_cache", "odd_float8_cache", "tree_mask", "causal_each", "intervals",
     "row_intervals", "key_intervals", "head_intervals", "score_mod", "mask_mod", "qv", "float8_rows",
 }  # fmt: skip
-_DECODE = dataclasses.replace(
-    _CAPABILITIES,
-    features=_COMMON | _OF_DECODE,
-)
+_DECODE = dataclasses.replace(_CAPABILITIES, features=_COMMON | _OF_DECODE)
 _QUANTIZED = dataclasses.replace(
     _CAPABILITIES, dtypes=(FLOAT8,), max_head_dim=256, head_dim_multiple=16, features=_COMMON
 )

@@ -10,13 +10,13 @@ from flashtile.backends.gpu.device import dropout, mods
 from flashtile.backends.gpu.device.dropout import Dropout
 from flashtile.backends.gpu.device.mods import Alibi, Mod
 from flashtile.backends.gpu.device.records import Rows
-from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, pointer
+from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.call.problem import Problem
 from flashtile.core import philox
 
 
-def rows_of(name: str, tensor: Tensor, block_dim: int, desc: TensorMap | None = None, unit: int = 1) -> Rows:
-    """The record of a tensor, whose operand has its name."""
+def rows_of(name: str, tensor: Tensor, block_dim: int, desc: Any = None, unit: int = 1) -> Rows:
+    """The record of a tensor, whose operand has its name; desc: of ``Rows``."""
     strides = tensor.stride()
     batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
     return Rows(pointer(tensor, name), desc, batch, row, head, tensor.shape[-1], block_dim, unit, len(strides) == 3)

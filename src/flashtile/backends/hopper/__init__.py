@@ -33,12 +33,7 @@ _FORWARD = Capabilities(
     | _INTERVALS
     | {"bias_grad", "rare_dropout", "operand_grad", "head_intervals", "ordered_intervals"},
 )
-_BACKWARD = dataclasses.replace(
-    _FORWARD,
-    chain_rows=128,
-    chain_head_dim=256,
-    features=_BUT_BIAS_GRAD | _INTERVALS,
-)
+_BACKWARD = dataclasses.replace(_FORWARD, chain_rows=128, chain_head_dim=256, features=_BUT_BIAS_GRAD | _INTERVALS)
 _DECODE = dataclasses.replace(
     _BACKWARD, max_head_dim=512, chain_rows=0, head_dim_multiple=1, slow_if_tiny=False,
     features=_COMMON

@@ -10,17 +10,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.launch import TensorMap
-from flashtile.backends.hopper.device.parts import PACKED_ROWS
+from flashtile.backends.gpu.tensor_maps import geometry
 from flashtile.call.problem import Tensors
 
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 GLUON_DTYPES |= {torch.float8_e4m3fn: gl.float8e4nv, torch.uint8: gl.uint8}
 # Bounds beyond any length are the same as none, and 32-bit arithmetic on positions must not overflow.
 _FAR = 2**30
-# The two extra dimensions of a packed tensor's map, in elements: see PACKED_ROWS. The first stride times the
-# coordinate PACKED_ROWS is 2**64 minus PACKED_ROWS rows, and addresses wrap.
-_ANY = 0x7FFF0000
-_WRAP = 2**34
 _PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -90,21 +86,6 @@ def box_and_layout(dtype: torch.dtype, rows: int, cols: int, varlen: bool) -> tu
 def floats_map(lines: int, width: int, rows: int, offset: int = 0) -> TensorMap:
     """Boxes of ``rows`` lines of the workspace's float32 [lines, width], in shared memory as they lie there."""
     return TensorMap(torch.float32, (lines, width), (width, 1), (rows, width), _PLAIN, "work", offset)
-
-
-def geometry(shape: tuple[int, ...], strides: tuple[int, ...], varlen: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of a tensor's map, in elements.
-
-    A dimension of size 1 may come with any stride, and TMA takes multiples of 16 bytes only: head_dim is one.
-    """
-    if 1 in shape or strides[-1] != 1:
-        head_dim = shape[-1]
-        own = [head_dim if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
-        strides = (*own[:-1], 1)
-    if not varlen:
-        return shape, strides
-    row = strides[0]
-    return (_ANY, _ANY, PACKED_ROWS.value, *shape[1:]), (_WRAP - row, row, row, strides[1], 1)
 
 
 def score_map(tensor: Tensor | None, rows: int, cols: int) -> TensorMap | None:

@@ -40,10 +40,7 @@ _OF_DECODE = {
     "alibi", "chunk", "pages", "float8_cache", "tree_mask", "causal_each", "intervals", "row_intervals",
     "key_intervals", "head_intervals", "score_mod", "mask_mod", "qv", "float8_rows",
 }  # fmt: skip
-_DECODE = dataclasses.replace(
-    _CAPABILITIES,
-    features=_COMMON | _OF_DECODE,
-)
+_DECODE = dataclasses.replace(_CAPABILITIES, features=_COMMON | _OF_DECODE)
 # Products of e4m3 numbers.
 _QUANTIZED = dataclasses.replace(
     _CAPABILITIES,

@@ -33,7 +33,7 @@ class Config:
         tma: Load by tensor descriptors where the tensors allow it (sm_90 and later).
         one_loop: Visit every block in one loop with the mask under a branch, instead of one loop for the blocks that
             need it and one for those that do not: one pipeline to fill instead of two, and the registers of one loop
-            alone; but packed sequences are then not loaded by descriptors. Bitwise the same result.
+            alone. Bitwise the same result.
         mask_all: Without that branch: one loop that masks every block. Some branches make ptxas serialise WGMMA, with a
             wait after each; a comparison and a select per score may cost less. Bitwise the same result.
         maxnreg: Register limit per thread, for more programs on a multiprocessor; None for the compiler's choice.
@@ -177,8 +177,12 @@ def _select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> 
         return Config(16, 16, 4, 1)
     if problem.dtype == torch.float32:
         return _float32(problem, kernel, arch)
-    found = row_of(tables[kind_of(problem, arch)][kernel], dim_of(problem))
+    rows, columns = tables[kind_of(problem, arch)][kernel], dim_of(problem)
+    found = row_of(rows, columns)
     assert found is not None
+    if columns & (columns - 1) and columns not in rows:
+        # A tile of several parts loads as many boxes, which pays where it was measured to.
+        found = dataclasses.replace(found, tma=False)
     return readable(problem, found)
 
 
@@ -189,9 +193,7 @@ def row_of(rows: Mapping[int, Config], columns: int) -> Config | None:
 
 def readable(problem: Problem, config: Config) -> Config:
     """The tiles without descriptors where these cannot read a problem's tensors."""
-    dims = tile_dims(problem)
-    whole = not any(dim & (dim - 1) for dim in dims)
-    if config.tma and not (whole and problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0):
+    if config.tma and not (problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0):
         return dataclasses.replace(config, tma=False)
     return config
 
@@ -206,13 +208,14 @@ def kind_of(problem: Problem, arch: str) -> str:
     """Which rows of the tables a call has: ``"sm_80"``, ``"sm_90 dense"``, ``"sm_90 featured"`` and so on."""
     featured = is_featured(problem)
     if arch in ("sm_90", "sm_100"):
+        # Of packed sequences not by the longest, which is of the batch.
+        tile = "" if problem.varlen or problem.seqlen_k > 64 else " tile"
         if featured:
-            is_tile = not problem.varlen and problem.seqlen_k <= 64
-            return "sm_90 featured tile" if is_tile else "sm_90 featured"
-        if problem.varlen:
-            return "sm_90 packed"
+            return f"sm_90 featured{tile}"
         if problem.band.unbounded:
-            return "sm_90 one tile" if problem.seqlen_k <= 64 else "sm_90 dense"
+            return f"sm_90 dense{' packed' if problem.varlen else tile}"
+        if problem.varlen:
+            return "sm_90 banded packed"
         if problem.seqlen_q <= 512:
             return "sm_90 short"
         return "sm_90 grouped" if problem.group_size > 1 else "sm_90 banded"

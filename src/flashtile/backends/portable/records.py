@@ -16,8 +16,10 @@ from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.records import alibi_of, dropout_of, functions_of, named, rows_of, softcap_of
+from flashtile.backends.gpu.tensor_maps import geometry
 from flashtile.backends.portable import config as tables
 from flashtile.backends.portable.config import Config, tile_dims
+from flashtile.backends.portable.device.tile_io import widths
 from flashtile.backends.portable.device.tiles import Tiles
 from flashtile.call.axes import is_aligned
 from flashtile.call.problem import Problem, Tensors
@@ -208,18 +210,16 @@ def describable(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in strides)
 
 
-def descriptors(tensors: dict[str, Any], config: Config) -> dict[str, TensorMap]:
+def descriptors(tensors: dict[str, Any], config: Config) -> dict[str, tuple[TensorMap, ...]]:
     """Descriptors of tensors, given with a tile's rows and columns, that a loop loads: of all of them or none."""
-    if not config.tma or not all(
-        describable(tensor) and not (tensor.dim() == 3 and config.one_loop) for tensor, _, _ in tensors.values()
-    ):
+    if not config.tma or not all(describable(tensor) for tensor, _, _ in tensors.values()):
         return {}
-    return {name: descriptor(name, *given) for name, given in tensors.items()}
+    return {name: tuple(descriptor(name, tensor, rows, cols) for cols in widths(columns))
+            for name, (tensor, rows, columns) in tensors.items()}  # fmt: skip
 
 
 def descriptor(name: str, tensor: Tensor, rows: int, columns: int) -> TensorMap:
-    """A tensor map over (batch, rows, heads, dim) whose box is ``rows`` by ``columns`` of one head."""
-    whole = tensor if tensor.dim() == 4 else tensor[None]
-    # The stride of a dimension of size 1 is never used, but must be legal.
-    strides = [s if n > 1 else 16 for s, n in zip(whole.stride()[:-1], whole.shape[:-1], strict=True)]
-    return TensorMap(tensor.dtype, tuple(whole.shape), (*strides, 1), (1, rows, 1, columns), None, name)
+    """A tensor map over (batch, rows, heads, dim), or packed rows, whose box is ``rows`` by ``columns`` of one head."""
+    packed = tensor.dim() == 3
+    shape, strides = geometry(tuple(tensor.shape), tensor.stride(), packed)
+    return TensorMap(tensor.dtype, shape, strides, (1,) * packed + (1, rows, 1, columns), None, name)

@@ -45,6 +45,20 @@ def inside(x, size):
 
 
 @triton.jit
+def inside_by_key(x, size, j):
+    """``inside`` of what keys or pairs read, so that neighbouring threads load for neighbouring keys.
+
+    The compiler is told that indices follow one another as keys j do. Where they do not that is safe, as addresses are
+    not known to be aligned: each is loaded by itself.
+    """
+    x = tl.where(x < 0, x + size, x)
+    x = tl.minimum(tl.maximum(x, 0), size - 1).to(tl.int64)
+    if len(x.shape) == 2:
+        x = tl.max_contiguous(x, [x.shape[0] if j.shape[0] > 1 else 1, x.shape[1] if j.shape[1] > 1 else 1])
+    return x
+
+
+@triton.jit
 def inside_from_start(x, size):
     """``inside`` of a constant that is not negative."""
     return tl.minimum(size - 1, x).to(tl.int64)

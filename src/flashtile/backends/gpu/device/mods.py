@@ -502,7 +502,28 @@ def block_of(head, first_row, first_key, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
-def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr):
+def read(mods, head, at, PARTIAL: tl.constexpr):
+    """What the user's score mod and mask mod read of a block; before a product, so that the loads run under it.
+
+    PARTIAL: as for ``select``, a constant.
+    """
+    of_score, of_mask = 0, 0
+    MASK: tl.constexpr = place_of(mods.MASKS, "mask_mod")
+    if place_of(mods.SCORES, "score_mod") >= 0:
+        of_score = _read(mods.scores[0], head.scores[0], at)
+    if PARTIAL and MASK >= 0:
+        of_mask = _read(mods.masks[MASK], head.masks[MASK], at)
+    return of_score, of_mask
+
+
+@triton.jit
+def _read(mod, head, at):
+    rows = mod.of_rows(mod.operands, head, at)
+    return rows, mod.fetch(mod.operands, head, rows, at)
+
+
+@triton.jit
+def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr, given=None):
     """Everything that happens to a block of ``q @ k^T`` before masks.
 
     Args:
@@ -511,6 +532,7 @@ def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr):
         head: The block's ``Head``.
         at: Its ``At``.
         WITH_SLOPE: Whether to compute the slope.
+        given: What ``read`` has read; None for nothing yet.
 
     Returns:
         scores; scale_log2, the factor that turns them into base-2 exponents; and d scores / d (scale * product), of the
@@ -522,8 +544,10 @@ def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr):
         scores, scale_log2 = product * mods.scale, softmax.LOG2_E
         for n in tl.static_range(count(mods.SCORES)):
             if mods.scores[n].fetch is not None:
-                rows = mods.scores[n].of_rows(mods.scores[n].operands, head.scores[n], at)
-                fetched = mods.scores[n].fetch(mods.scores[n].operands, head.scores[n], rows, at)
+                if given is None:
+                    rows, fetched = _read(mods.scores[n], head.scores[n], at)
+                else:
+                    rows, fetched = given[0]
                 if WITH_SLOPE and mods.scores[n].linear is not None:
                     scores, factor = mods.scores[n].linear(
                         scores, fetched, mods.scores[n].operands, head.scores[n], rows, at
@@ -546,8 +570,7 @@ def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr):
 @triton.jit
 def partial_of_load(product, mods, head, at, partial):
     """The derivative of the user's score mod, the first transform, by one of its loads; see ``dbias.Partial``."""
-    rows = mods.scores[0].of_rows(mods.scores[0].operands, head.scores[0], at)
-    fetched = mods.scores[0].fetch(mods.scores[0].operands, head.scores[0], rows, at)
+    rows, fetched = _read(mods.scores[0], head.scores[0], at)
     found = partial.functions(product * mods.scale, fetched, mods.scores[0].operands, head.scores[0], rows, at)
     return found[partial.NUM]
 
@@ -555,18 +578,18 @@ def partial_of_load(product, mods, head, at, partial):
 @triton.jit
 def place_of_load(mods, head, at, places):
     """Where that load reads, as an offset into its contiguous gradient; see ``scatter.Places``."""
-    rows = mods.scores[0].of_rows(mods.scores[0].operands, head.scores[0], at)
-    fetched = mods.scores[0].fetch(mods.scores[0].operands, head.scores[0], rows, at)
+    rows, fetched = _read(mods.scores[0], head.scores[0], at)
     # What the places are computed from is read through the call's own operands.
     found = places.of_loads(fetched, mods.scores[0].operands, places.operands, head.scores[0], rows, at)
     return found[places.NUM]
 
 
 @triton.jit
-def select(x, mods, head, at, fill, edge, partial=True):
+def select(x, mods, head, at, fill, edge, partial=True, given=None):
     """x, or fill where a mask excludes the pair.
 
-    The band's and intervals' only if ``edge``, a constant or not; the user's function likewise only if ``partial``.
+    The band's and intervals' only if ``edge``, a constant or not; the user's function likewise only if ``partial``;
+    ``given`` as of ``apply``.
     """
     if edge:
         x = select_band(x, mods.band, at, fill)
@@ -576,7 +599,11 @@ def select(x, mods, head, at, fill, edge, partial=True):
             x = intervals.select(x, mods.band.key_rows, at.b, at.h, at.j, at.i, fill)
     for n in tl.static_range(count(mods.MASKS)):
         if mods.masks[n].fetch is not None:
-            if partial:
+            if given is not None:
+                if partial:
+                    rows, fetched = given[1]
+                    x = mods.masks[n].function(x, fetched, mods.masks[n].operands, head.masks[n], rows, at, fill)
+            elif partial:
                 x = by_function(x, mods.masks[n], head.masks[n], at, fill)
         else:
             operands = mods.masks[n].operands
@@ -589,8 +616,7 @@ def select(x, mods, head, at, fill, edge, partial=True):
 @triton.jit
 def by_function(x, mod, head, at, fill):
     """x, or fill where a printed mask mod excludes the pair; head: its operands of ``Head``."""
-    rows = mod.of_rows(mod.operands, head, at)
-    fetched = mod.fetch(mod.operands, head, rows, at)
+    rows, fetched = _read(mod, head, at)
     return mod.function(x, fetched, mod.operands, head, rows, at, fill)
 
 

@@ -15,7 +15,7 @@ class Rows(NamedTuple):
 
     Attributes:
         ptr: Its first element.
-        desc: A tensor descriptor of it, or None.
+        desc: A tensor descriptor of it, in the portable kernels one for each part of a tile; or None.
         stride_b: From one sequence to the next, unused if packed.
         stride_row: From row to row.
         stride_head: From head to head.

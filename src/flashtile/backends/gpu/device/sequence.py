@@ -11,6 +11,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+# TMA bounds every dimension of a tensor, but knows nothing of the sequences packed into one. A descriptor of a packed
+# tensor has two dimensions more, whose strides cancel modulo 2**64, so that the row coordinate runs into its bound,
+# PACKED_ROWS, exactly where the sequence ends: loads are filled with zeros there and stores are dropped.
+PACKED_ROWS = tl.constexpr(2**30)
+
 
 class Sequence(NamedTuple):
     """One sequence: its entry of the batch (0 if packed), its first row there, and how many rows it has."""

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from flashtile.backends.gpu.device.sequence import PACKED_ROWS
 from flashtile.backends.hopper.device.gluon_compat import (
     aggregate,
     as_box,
@@ -22,11 +23,6 @@ from flashtile.backends.hopper.device.gluon_compat import (
 )
 from flashtile.backends.hopper.device.inline_ptx import rescale
 from flashtile.backends.hopper.device.ring import Ring, make_landing, make_ring
-
-# TMA bounds every dimension of a tensor, but knows nothing of the sequences packed into one. A descriptor of a packed
-# tensor has two dimensions more, whose strides cancel modulo 2**64, so that the row coordinate runs into its bound,
-# PACKED_ROWS, exactly where the sequence ends: loads are filled with zeros there and stores are dropped.
-PACKED_ROWS = gl.constexpr(2**30)
 
 
 @aggregate

@@ -10,6 +10,7 @@ from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode import records
 from flashtile.backends.gpu.decode.launch import multiprocessors
 from flashtile.backends.gpu.launch import Launch, TensorMap
+from flashtile.backends.gpu.tensor_maps import geometry
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.latent.config import PATIENCE, ROWS, choose, lanes_of
 from flashtile.backends.hopper.latent.kernel import latent_attention
@@ -66,6 +67,6 @@ def query_map(name: str, queries: Tensor) -> TensorMap | None:
     entry, row, head, _ = x.stride()
     if 0 in x.shape or (min(seqlen, heads) > 1 and row != heads * head) or not tensor_maps.is_readable(x):
         return None
-    geometry = tensor_maps.geometry((batch, seqlen * heads, dim), (entry, row if heads == 1 else head, 1), varlen=False)
+    of_rows = geometry((batch, seqlen * heads, dim), (entry, row if heads == 1 else head, 1), varlen=False)
     layout = gl.NVMMASharedLayout.get_default_for([1, ROWS, 64], tensor_maps.GLUON_DTYPES[x.dtype])
-    return TensorMap(x.dtype, *geometry, (1, ROWS, 64), layout, name)
+    return TensorMap(x.dtype, *of_rows, (1, ROWS, 64), layout, name)

@@ -10,6 +10,7 @@ from flashtile.backends.gpu.device.records import Scale
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch, TensorMap, pointer
+from flashtile.backends.gpu.tensor_maps import geometry
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Scales
 from flashtile.backends.hopper.forward import launch as forward
@@ -64,7 +65,7 @@ def columns_map(v: Tensor, rows: int, cols: int) -> TensorMap:
     v = v if v.dim() == 4 else v[None]
     box = (1, 1, rows, cols)
     layout = gl.NVMMASharedLayout.get_default_for(list(box), tensor_maps.GLUON_DTYPES[v.dtype])
-    return TensorMap(v.dtype, *tensor_maps.geometry(tuple(v.shape), v.stride(), False), box, layout, "v")
+    return TensorMap(v.dtype, *geometry(tuple(v.shape), v.stride(), False), box, layout, "v")
 
 
 def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config) -> Launch:

@@ -193,11 +193,12 @@ def finish_tile(accs, state, channels, tiles, call, scales, output, schedule, WA
         where = query_rows(channels.tiles, tiles, call)
         row = channels.tiles.get(tiles, "row") + WARPGROUP * schedule.BLOCK_M
         rows = row + gl.arange(0, schedule.BLOCK_M, row_max.type.layout)
-        # The rows past the last packed sequence have none.
+        # The rows past the last packed sequence have none. Volatile, here and below: what ptxas loads ahead of the loop
+        # over keys takes registers there, which at 256 columns spill.
         exists = (rows < where.length) & (where.b < call.queries.count)
-        shift = gl.load(scales.shift + lse_offset(where, call) + rows, mask=exists, other=0.0)
+        shift = gl.load(scales.shift + lse_offset(where, call) + rows, mask=exists, other=0.0, volatile=True)
         row_max += shift * scales.shift_scale
     unit = state.unit
     if scales.out is not None:
-        unit = unit / gl.load(scales.out)
+        unit = unit / gl.load(scales.out, volatile=True)
     epilogue(times(accs, unit), row_max, state.row_sum, channels, tiles, call, output, schedule, WARPGROUP)

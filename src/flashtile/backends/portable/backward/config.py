@@ -70,8 +70,6 @@ def heads_per_split(problem: Problem) -> int | None:
 #   forward, with rows and keys exchanged. Both in one loop, ptxas serialises the WGMMA, with a wait after each.
 # - Under a band, one loop instead of three takes the spills out of dkdv's hot loop: 87 reloads at d 128 become 1. With
 #   168 registers three programs of dq share a multiprocessor; without that limit Triton 3.6.0 takes 188 under a window.
-# - Packed: masked blocks load by pointers, which takes registers: the banded tiles that do not spill (dkdv at d 128
-#   would spill 1888 bytes), else the next best.
 # - Grouped heads under a band: three loops are faster than one at 128, though the compiler reports more bytes spilled.
 # - dbias from compiler reports, not timings (Triton 3.7.1): with descriptors 100, 168, 127 and 157 registers at 32 to
 #   256 and no spills. From 128 on eight warps, as a multiprocessor holds too few of four. On sm_80 the tiles are the
@@ -88,28 +86,31 @@ _DQ_BANDED = {
 _BANDED = {
     "dkdv": {
         64: Config(64, 64, 4, 2, tma=True, one_loop=True),
-        96: Config(32, 64, 4, 3, one_loop=True),
+        96: Config(64, 64, 4, 2, tma=True),
         128: Config(64, 64, 4, 2, tma=True, one_loop=True),
-        160: Config(32, 64, 4, 2, one_loop=True),
+        160: Config(32, 64, 4, 2, tma=True, one_loop=True),
     },
-    "dk": {192: Config(32, 64, 4, 2, one_loop=True), 256: Config(32, 128, 8, 2, tma=True, one_loop=True)},
+    "dk": {192: Config(64, 128, 8, 2, tma=True, one_loop=True), 256: Config(32, 128, 8, 2, tma=True, one_loop=True)},
     "dv": {256: Config(64, 128, 8, 2, tma=True, one_loop=True)},
     "dq": _DQ_BANDED,
 }
 _GROUPED = {"dkdv": _BANDED["dkdv"] | {128: Config(64, 64, 4, 2, tma=True)}}
+_PACKED = {64: Config(128, 64, 4, 2, tma=True), 128: Config(32, 64, 4, 2, tma=True)}
 _DENSE = {
     "dkdv": {
         32: Config(64, 64, 4, 2, tma=True),
         64: Config(128, 64, 4, 2, tma=True),
-        96: Config(32, 64, 4, 3),
+        96: Config(64, 64, 4, 2, tma=True),
         128: Config(64, 64, 4, 2, tma=True),
+        160: Config(32, 64, 4, 2, tma=True),
     },
-    "dk": {256: Config(32, 128, 8, 2, tma=True)},
-    "dv": {256: Config(64, 128, 8, 2, tma=True)},
+    "dk": {192: Config(64, 128, 8, 2, tma=True), 256: Config(32, 128, 8, 2, tma=True)},
+    "dv": {192: Config(64, 128, 8, 2, one_loop=True), 256: Config(64, 128, 8, 2, tma=True)},
     "dq": {
         64: Config(64, 64, 4, 3, tma=True),
         96: Config(64, 64, 4, 3),
         128: Config(128, 64, 8, 3),
+        192: Config(128, 32, 8, 3),
         256: Config(128, 32, 8, 2, tma=True),
     },
 }
@@ -117,13 +118,15 @@ _FEATURED = {
     "dkdv": {
         32: Config(32, 64, 4, 3, tma=True),
         64: Config(64, 64, 4, 2, tma=True),
-        128: Config(32, 64, 4, 2, tma=True),
+        96: Config(32, 64, 4, 2),
+        128: Config(64, 64, 4, 2, tma=True),
         256: Config(32, 64, 8, 2, tma=True),
     },
     "dq": {
         32: Config(64, 32, 4, 3),
         64: Config(64, 64, 4, 2, tma=True),
-        128: Config(64, 32, 4, 2, tma=True),
+        96: Config(64, 32, 4, 2),
+        128: Config(64, 64, 4, 2, tma=True),
         256: Config(128, 32, 8, 2, tma=True),
     },
 }
@@ -142,19 +145,12 @@ _DIAGONALS_SM_90 = {
 }
 _SM_90 = {
     "sm_90 dense": _DENSE,
-    "sm_90 one tile": _DENSE,
+    "sm_90 dense tile": _DENSE,
+    "sm_90 dense packed": _DENSE | {"dkdv": _DENSE["dkdv"] | {128: Config(64, 64, 4, 2, tma=True, one_loop=True)}},
     "sm_90 banded": _BANDED,
+    "sm_90 banded packed": _BANDED | {"dkdv": _BANDED["dkdv"] | _PACKED},
     "sm_90 grouped": _BANDED | _GROUPED,
     "sm_90 short": _BANDED,
-    "sm_90 packed": {
-        "dkdv": {
-            64: Config(64, 64, 4, 3, one_loop=True),
-            128: Config(32, 64, 4, 2, one_loop=True),
-        },
-        "dk": {256: Config(32, 128, 8, 2, one_loop=True)},
-        "dv": {256: Config(32, 128, 8, 3, one_loop=True)},
-        "dq": _DQ_BANDED,
-    },
     "sm_90 featured": _FEATURED,
     "sm_90 featured tile": {
         "dkdv": _FEATURED["dkdv"] | {32: Config(32, 64, 4, 2, tma=True)},

@@ -70,12 +70,7 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     probs, slope = probabilities(
         product, lse_log2[:, None], call, head, at, True, in_part, partial.functions is not None
     )
-    dout = load_rows(
-        HeadRows(douts, head.h, queries),
-        m_first,
-        BLOCK_M,
-        True,
-    )
+    dout = load_rows(HeadRows(douts, head.h, queries), m_first, BLOCK_M, True)
     v = load_rows(HeadRows(call.v, head_kv, keys), n_first, BLOCK_N, True)
     dprobs = times_transposed(dout, v, INPUT_PRECISION)
     if call.mods.dropout.rng_state_ptr is not None:

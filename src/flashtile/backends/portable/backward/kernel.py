@@ -82,18 +82,18 @@ class BiasSums(NamedTuple):
 
 
 @triton.jit
-def probabilities(product, lse_log2, call, head, at, edge, partial, WITH_SLOPE: tl.constexpr):
+def probabilities(product, lse_log2, call, head, at, edge, partial, WITH_SLOPE: tl.constexpr, given=None):
     """Normalised probabilities of a block of ``q @ k^T``, in either orientation, and the mods' slope.
 
-    If ``edge``, a constexpr or a run-time value, the band and the end of the keys are masked; ``partial`` as of
-    ``mods.select``.
+    If ``edge``, a constexpr or a run-time value, the band and the end of the keys are masked; ``partial`` and ``given``
+    as of ``mods.select``.
     """
-    x, scale_log2, slope = mods.apply(product, call.mods, head, at, WITH_SLOPE)
+    x, scale_log2, slope = mods.apply(product, call.mods, head, at, WITH_SLOPE, given)
     probs = tl.exp2(x * scale_log2 - lse_log2)
     if mods.place_of(call.mods.SCORES, "score_mod") >= 0:
         # What it makes of rows past the end may be infinite.
         probs = tl.where(lse_log2 == float("inf"), 0.0, probs)
-    return mods.select(probs, call.mods, head, at, 0.0, edge, partial), slope
+    return mods.select(probs, call.mods, head, at, 0.0, edge, partial, given), slope
 
 
 @triton.jit
@@ -136,15 +136,11 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
             if visit.MASKED and call.queries.cu_seqlens is not None:
                 lse_log2 = tl.where(rows < queries.length, lse_log2, float("inf"))
                 delta = tl.where(rows < queries.length, delta, 0.0)
-        product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
         at = mods.pairs_of(head, p, cols)
-        probs, slope = probabilities(product, lse_log2[None, :], call, head, at, edge, visit.PARTIAL, True)
-        dout = load_rows(
-            HeadRows(douts, head.h, queries),
-            first,
-            BLOCK_M,
-            visit.MASKED,
-        )
+        given = mods.read(call.mods, head, at, visit.PARTIAL)
+        product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
+        probs, slope = probabilities(product, lse_log2[None, :], call, head, at, edge, visit.PARTIAL, True, given)
+        dout = load_rows(HeadRows(douts, head.h, queries), first, BLOCK_M, visit.MASKED)
         dprobs = times_transposed(v, dout, INPUT_PRECISION)
         kept_probs = probs
         if call.mods.dropout.rng_state_ptr is not None:
@@ -263,9 +259,10 @@ def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, plac
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)
-        product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
         at = mods.pairs_of(head, p, cols)
-        probs, slope = probabilities(product, lse_log2[:, None], call, head, at, edge, visit.PARTIAL, True)
+        given = mods.read(call.mods, head, at, visit.PARTIAL)
+        product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
+        probs, slope = probabilities(product, lse_log2[:, None], call, head, at, edge, visit.PARTIAL, True, given)
         v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, visit.MASKED)
         dprobs = times_transposed(dout, v, INPUT_PRECISION)
         if call.mods.dropout.rng_state_ptr is not None:
@@ -300,12 +297,7 @@ def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias
             return
     head = mods.head_of(call.mods, place.b, h, queries.length, keys.length)
     q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)
-    dout = load_rows(
-        HeadRows(douts, h, queries),
-        m_first,
-        BLOCK_M,
-        True,
-    )
+    dout = load_rows(HeadRows(douts, h, queries), m_first, BLOCK_M, True)
     rows = m_first + tl.arange(0, BLOCK_M)
     lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
     n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(

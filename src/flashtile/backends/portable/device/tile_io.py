@@ -15,10 +15,15 @@ from flashtile.backends.gpu.device import records, sequence
 
 
 @triton.constexpr_function
+def widths(cols):
+    """The width of each part, the widest first."""
+    return [1 << bit for bit in reversed(range(cols.bit_length())) if cols >> bit & 1]
+
+
+@triton.constexpr_function
 def parts_of(cols):
-    """The first column and the width of each part, the widest first."""
-    widths = [1 << bit for bit in reversed(range(cols.bit_length())) if cols >> bit & 1]
-    return [(sum(widths[:i]), width) for i, width in enumerate(widths)]
+    """The first column and the width of each part."""
+    return [(sum(widths(cols)[:i]), width) for i, width in enumerate(widths(cols))]
 
 
 @triton.constexpr_function
@@ -89,8 +94,7 @@ def load_rows(of, first, BLOCK: tl.constexpr, CHECK: tl.constexpr):
         of: Where to load from, through the tensor's descriptor if it has one.
         first: First row of the tile.
         BLOCK: Rows of the tile.
-        CHECK: Whether the tile may reach past the sequence's end; its rows there are 0. A descriptor checks only the
-            end of the whole tensor, so such tiles of packed tensors are loaded by pointers.
+        CHECK: Whether the tile may reach past the sequence's end; its rows there are then 0, as by descriptor.
     """
     parts = ()
     for p in tl.static_range(num_parts(of.rows.BLOCK_DIM)):
@@ -103,18 +107,21 @@ def load_part(of, first, PART: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.cons
     """One part of ``load_rows``."""
     START: tl.constexpr = start_of(of.rows.BLOCK_DIM, PART)
     WIDTH: tl.constexpr = width_of(of.rows.BLOCK_DIM, PART)
-    if of.rows.desc is not None and not (CHECK and of.rows.PACKED):
-        seq = of.sequence
-        tile = of.rows.desc.load([seq.batch_index, seq.start + first, of.head, START]).reshape(BLOCK, WIDTH)
+    seq = of.sequence
+    if of.rows.desc is not None and of.rows.PACKED:
+        at = [sequence.PACKED_ROWS, seq.start + seq.length, sequence.PACKED_ROWS - seq.length + first, of.head, START]
+        tile = of.rows.desc[PART].load(at).reshape(BLOCK, WIDTH)
+    elif of.rows.desc is not None:
+        tile = of.rows.desc[PART].load([seq.batch_index, seq.start + first, of.head, START]).reshape(BLOCK, WIDTH)
     else:
         row = tl.arange(0, BLOCK)[:, None]
         col = START + tl.arange(0, WIDTH)[None, :]
         at = sequence.addresses(of, first, row, col)
         if CHECK:
             if of.rows.DIM >= START + WIDTH:
-                tile = tl.load(at, mask=first + row < of.sequence.length, other=0.0)
+                tile = tl.load(at, mask=first + row < seq.length, other=0.0)
             else:
-                tile = tl.load(at, mask=(first + row < of.sequence.length) & (col < of.rows.DIM), other=0.0)
+                tile = tl.load(at, mask=(first + row < seq.length) & (col < of.rows.DIM), other=0.0)
         elif of.rows.DIM >= START + WIDTH:
             tile = tl.load(at)
         else:

@@ -19,9 +19,6 @@ def choose(problem: Problem, arch: str | None = None) -> Config:
 # - Under a band, smaller query tiles waste less of the diagonal.
 # - Short: at head_dim 256 one program fills a multiprocessor, so nothing hides the latency of its first loads: with so
 #   few key blocks per tile, two smaller programs without a pipeline are faster.
-# - Packed: descriptors check only the end of the whole packed tensor, so masked blocks load by pointers. At 128 a third
-#   stage would leave room for one program on a multiprocessor, by 24 bytes.
-# - Widths between are in parts, so without descriptors.
 # - Featured (transforms, masks, bias and dropout take registers of their own): chosen from compiler reports, not
 #   timings: two programs share a multiprocessor where registers allow it. But at 32, in tiles of 64 keys, rows of a
 #   bias or mask that do not begin on 16 bytes change threads through shared memory, with spills: measured.
@@ -37,8 +34,10 @@ _FEATURED_SM_80 = dict.fromkeys((16, 32, 64, 128), Config(64, 32, 4, 2))
 _DENSE = {
     32: Config(64, 64, 4, 3),
     64: Config(64, 128, 4, 2, tma=True),
-    96: Config(64, 64, 4, 2, maxnreg=168),
+    96: Config(64, 128, 4, 2, tma=True),
     128: Config(64, 64, 4, 3, tma=True),
+    160: Config(64, 64, 4, 2, tma=True),
+    192: Config(128, 32, 8, 3),
     256: Config(128, 64, 8, 2, tma=True),
 }
 _FEATURED = {
@@ -49,11 +48,12 @@ _FEATURED = {
 }
 _KINDS = {
     "sm_90 dense": _DENSE,
-    "sm_90 one tile": _DENSE | {32: Config(64, 64, 4, 1, tma=True)},
+    "sm_90 dense packed": _DENSE,
+    "sm_90 dense tile": _DENSE | {32: Config(64, 64, 4, 1, tma=True)},
     "sm_90 banded": _BANDED,
+    "sm_90 banded packed": _BANDED,
     "sm_90 grouped": _BANDED,
     "sm_90 short": _BANDED | {256: Config(64, 64, 4, 1, tma=True)},
-    "sm_90 packed": _BANDED | {96: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2, tma=True)},
     "sm_90 featured": _FEATURED,
     "sm_90 featured tile": _FEATURED,
     "sm_80": _SM_80,

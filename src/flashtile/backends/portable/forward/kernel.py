@@ -40,13 +40,14 @@ def attend(acc, row_max, row_sum, q, m_first, visit, call, tiles, head, keys):
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)
-        product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
         at = mods.pairs_of(head, p, cols)
-        x, scale_log2, _slope = mods.apply(product, call.mods, head, at, False)
+        given = mods.read(call.mods, head, at, visit.PARTIAL)
+        product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
+        x, scale_log2, _slope = mods.apply(product, call.mods, head, at, False, given)
         edge = visit.MASKED
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
-        x = mods.select(x, call.mods, head, at, float("-inf"), edge, visit.PARTIAL)
+        x = mods.select(x, call.mods, head, at, float("-inf"), edge, visit.PARTIAL, given)
         probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
         if call.mods.dropout.rng_state_ptr is not None:
             kept = keep_tile(call.mods.dropout, cipher, head.b, m_first, first, tiles.BLOCK_M, BLOCK_N)
