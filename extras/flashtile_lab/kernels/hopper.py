@@ -176,8 +176,9 @@ def _quantized_problems() -> list[Problem]:
         *((dim, band, {}) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)),
         (128, _WINDOW, {"varlen": True, "sinks": True, "num_heads_q": 32}),
         (64, _CAUSAL, {"softcap": 30.0}),
+        (256, _CAUSAL, {"precision": Precision(FLOAT8, FLOAT8, FLOAT8, FLOAT8)}),
     ]
-    return [_problem(dim, band, **precision, **used) for dim, band, used in features]
+    return [_problem(dim, band, **precision | used) for dim, band, used in features]
 
 
 def _usual() -> list[Problem]:

@@ -54,6 +54,8 @@ _KINDS = {
     "sm_90 banded packed": _BANDED,
     "sm_90 grouped": _BANDED,
     "sm_90 short": _BANDED | {256: Config(64, 64, 4, 1, tma=True)},
+    "sm_90 mask": _FEATURED,
+    "sm_90 score": _FEATURED | {128: Config(64, 32, 4, 3, tma=True)},
     "sm_90 featured": _FEATURED,
     "sm_90 featured tile": _FEATURED,
     "sm_80": _SM_80,

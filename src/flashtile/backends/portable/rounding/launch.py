@@ -31,7 +31,7 @@ from flashtile.call.problem import compute_capability
 from flashtile.call.quantized import E4M3, Choices, Inputs, Quantized, record, turned
 
 # Heads of a program that quantises rows, and the most bytes of a head's rows of which the next are loaded meanwhile:
-# on sm_90 and sm_100, whose shared memory has room for more, twice as many where no angles take it.
+# half as many beside angles, which take registers, twice as many on sm_90 and sm_100, whose shared memory has room.
 _HEADS, _MOST_AHEAD = 4, 32 * 1024
 _ROOMY = ((9, 0), (10, 0))
 _OPERANDS = ("x", "out", "scale", "shift", "sums", "mean", "largest", "cos", "sin", "cu_seqlens", "cu_seqlens_k")
@@ -183,7 +183,7 @@ def _rounding(side: Side) -> Rounding:
     # left with few digits. Of AMD's GPUs some have no tf32.
     precision = "ieee" if side.capability is None else "tf32x3"
     bits = side.capability is None or side.capability < (8, 9)
-    most = _MOST_AHEAD if side.given.rotary_cos is not None or side.capability not in _ROOMY else 2 * _MOST_AHEAD
+    most = _MOST_AHEAD // 2 if side.given.rotary_cos is not None else _MOST_AHEAD * (1 + (side.capability in _ROOMY))
     stages = 2 if BLOCK * side.x.shape[-1] * side.x.element_size() <= most else 1
     rotate = precision if side.choices.rotate else None
     return Rounding(side.choices.seed, rotate, bits, search_of(side.batch), _HEADS, stages)
