@@ -35,6 +35,11 @@ def way_of(graph: Graph, load: int) -> Way:
     return "diagonals" if all(_is_of_distance(graph, n) for n in index) else "any"
 
 
+def reads_pairs(graph: Graph) -> bool:
+    """Whether a load depends on more of a pair than its row, its key or its distance."""
+    return any(node.op == "load" and way_of(graph, n) in ("pairs", "any") for n, node in enumerate(graph.nodes))
+
+
 def axes_of(graph: Graph, load: int) -> tuple[int | None, ...]:
     """Of a load by pairs the dimension of its tensor along which each of b, h, i and j lies."""
     names = [_name(graph, n) for n in inputs_of(graph.nodes[load])]

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.gpu.described import described_tensors
-from flashtile.backends.gpu.tensor_maps import geometry
+from flashtile.backends.gpu.records import geometry
 from flashtile.backends.hopper import records
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward import launch

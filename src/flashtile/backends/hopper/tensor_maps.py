@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.launch import TensorMap
-from flashtile.backends.gpu.tensor_maps import geometry
+from flashtile.backends.gpu.records import geometry
 from flashtile.call.problem import Tensors
 
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}

@@ -210,10 +210,11 @@ def kind_of(problem: Problem, arch: str) -> str:
     if arch in ("sm_90", "sm_100"):
         # Of packed sequences not by the longest, which is of the batch.
         tile = "" if problem.varlen or problem.seqlen_k > 64 else " tile"
-        if problem.score_function is not None:
-            return "sm_90 score"
-        if problem.mask_function is not None or problem.listed:
-            return "sm_90 mask"
+        if problem.score_function is not None or problem.mask_function is not None or problem.listed:
+            from flashtile.mods.places import reads_pairs  # what few programs need is not loaded by all
+
+            score = problem.score_function
+            return f"sm_90 {'pairs' if score is not None and reads_pairs(score.graph) else 'functions'}"
         if featured:
             return f"sm_90 featured{tile}"
         if problem.band.unbounded:

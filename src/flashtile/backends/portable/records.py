@@ -15,8 +15,7 @@ from flashtile.backends.gpu.device.mods import Band, Mod, Mods, ScoreTensor
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
-from flashtile.backends.gpu.records import alibi_of, dropout_of, functions_of, named, rows_of, softcap_of
-from flashtile.backends.gpu.tensor_maps import geometry
+from flashtile.backends.gpu.records import alibi_of, dropout_of, functions_of, geometry, named, rows_of, softcap_of
 from flashtile.backends.portable import config as tables
 from flashtile.backends.portable.config import Config, tile_dims
 from flashtile.backends.portable.device.tile_io import widths

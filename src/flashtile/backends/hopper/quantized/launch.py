@@ -10,7 +10,7 @@ from flashtile.backends.gpu.device.records import Scale
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch, TensorMap, pointer
-from flashtile.backends.gpu.tensor_maps import geometry
+from flashtile.backends.gpu.records import geometry
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Scales
 from flashtile.backends.hopper.forward import launch as forward

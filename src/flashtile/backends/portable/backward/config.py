@@ -130,7 +130,8 @@ _FEATURED = {
 }
 _FUNCTIONS = {
     "dkdv": _FEATURED["dkdv"] | {96: Config(32, 64, 4, 2), 128: Config(64, 64, 4, 2, tma=True)},
-    "dq": _FEATURED["dq"] | {
+    "dq": _FEATURED["dq"]
+    | {
         64: Config(64, 64, 4, 2, tma=True, maxnreg=168),
         96: Config(64, 32, 4, 2),
         128: Config(64, 64, 4, 2, tma=True),
@@ -157,8 +158,8 @@ _SM_90 = {
     "sm_90 banded packed": _BANDED | {"dkdv": _BANDED["dkdv"] | _PACKED},
     "sm_90 grouped": _BANDED | _GROUPED,
     "sm_90 short": _BANDED,
-    "sm_90 mask": _FUNCTIONS,
-    "sm_90 score": _FUNCTIONS,
+    "sm_90 functions": _FUNCTIONS,
+    "sm_90 pairs": _FUNCTIONS,
     "sm_90 featured": _FEATURED,
     "sm_90 featured tile": {
         "dkdv": _FEATURED["dkdv"] | {32: Config(32, 64, 4, 2, tma=True)},
