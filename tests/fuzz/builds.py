@@ -10,9 +10,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flashtile.call.gpus import gpu_of
 from flashtile_lab.kernels import hopper as hopper
 from flashtile_lab.kernels import report as builds
-from flashtile_lab.kernels.build import ARCHS, KernelBuild
+from flashtile_lab.kernels.build import KernelBuild
 from flashtile_lab.kernels.build import build_of as described_build
 from tests.fuzz.drawn import Drawn
 from tests.fuzz.launches import Started, started
@@ -54,7 +55,7 @@ def distinct(calls: Sequence[Drawn], arch: str) -> tuple[list[Found], list[Failu
     failures = []
     for call in calls:
         try:
-            launches = started(call, ARCHS[arch].compute_capability)
+            launches = started(call, gpu_of(arch).capability)
         except Exception as error:
             failures.append(Failure(arch, f"no launch: {type(error).__name__}: {error}", call))
             continue

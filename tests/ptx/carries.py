@@ -20,7 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import code_generator, make_backend
 
 from flashtile.backends.gpu.launch import source_of
-from flashtile_lab.kernels.build import ARCHS, KernelBuild
+from flashtile.call.gpus import gpu_of
+from flashtile_lab.kernels.build import KernelBuild
 
 Place = tuple[str, int, str, tuple[str, ...]]
 
@@ -34,8 +35,7 @@ def not_carried(build: KernelBuild, arch: str) -> set[Place]:
         build: A kernel in one configuration; only its front end runs.
         arch: A key of ``ARCHS``.
     """
-    target = ARCHS[arch]
-    gpu = GPUTarget(target.backend, target.capability, target.warp_size)
+    gpu = GPUTarget(*dataclasses.astuple(gpu_of(arch)))
     backend = make_backend(gpu)
     source = source_of(build.kernel, dataclasses.replace(build.what, divisible=()), amd=False)
     options = backend.parse_options(dict(build.options))

@@ -17,42 +17,14 @@ import torch
 from flashtile.backends.gpu.launch import Launch, Specialisation, leaf_names, specialise
 from flashtile.call.problem import Problem
 
-
-@dataclass(frozen=True)
-class Arch:
-    """A GPU architecture to build for.
-
-    Attributes:
-        backend: Triton's name for the compiler: ``"cuda"`` or ``"hip"``.
-        capability: Triton's name for the chip.
-        warp_size: Threads per warp.
-        shared_bytes: Most shared memory (AMD: LDS) that one block can have; with more, kernels compile but fail to
-            launch.
-    """
-
-    backend: str
-    capability: int | str
-    warp_size: int
-    shared_bytes: int
-
-    @property
-    def compute_capability(self) -> tuple[int, int] | None:
-        """``(major, minor)`` as problems have it, None for AMD."""
-        return divmod(self.capability, 10) if isinstance(self.capability, int) else None
-
-
-# NVIDIA: CUDA programming guide, "Compute Capabilities", shared memory per thread block; sm_86 and sm_121 have that of
-# sm_89 and sm_120. AMD: CDNA 3 and CDNA 4 ISA, LDS.
+# What to build for, and the most shared memory (AMD: LDS) of one block there; with more, kernels compile but fail to
+# launch. NVIDIA: CUDA programming guide, "Compute Capabilities", shared memory per thread block; sm_86 and sm_121 have
+# that of sm_89 and sm_120. AMD: CDNA 3 and CDNA 4 ISA, LDS.
 # Triton builds sm_90a for capability 90: the "a" allows the instructions that only Hopper has (wgmma).
-ARCHS: dict[str, Arch] = {
-    "sm_80": Arch("cuda", 80, 32, 163 * 1024),
-    "sm_89": Arch("cuda", 89, 32, 99 * 1024),
-    "sm_90a": Arch("cuda", 90, 32, 227 * 1024),
-    "sm_100": Arch("cuda", 100, 32, 227 * 1024),
-    "sm_120": Arch("cuda", 120, 32, 99 * 1024),
-    "gfx942": Arch("hip", "gfx942", 64, 64 * 1024),
-    "gfx950": Arch("hip", "gfx950", 64, 160 * 1024),
-}
+ARCHS = {
+    "sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024,
+    "gfx942": 64 * 1024, "gfx950": 160 * 1024,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,6 +10,7 @@ from flashtile.backends.gpu.described import described_quantized, described_tens
 from flashtile.backends.portable.launches import launches
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import Direction
+from flashtile.call.gpus import gpu_of
 from flashtile.call.problem import MaskMod, Precision, Problem, described
 from flashtile.core.masks import Band
 from flashtile_lab.kernels.build import ARCHS, KernelBuild, kernel_builds
@@ -26,7 +27,7 @@ def builds(arch: str) -> list[KernelBuild]:
         return []
     from flashtile_lab.kernels import decode, quantizer
 
-    capability = ARCHS[arch].compute_capability
+    capability = gpu_of(arch).capability
     rounding = quantizer.builds("portable", capability)
     if arch == "sm_89":
         return _quantized(arch) + rounding
@@ -94,7 +95,7 @@ def builds_of(problem: Problem, direction: Direction) -> list[KernelBuild]:
 def _problem(arch: str, head_dim: int, band: Band, **values: Any) -> Problem:
     usual: dict[str, Any] = {
         "device_type": "cuda",
-        "compute_capability": ARCHS[arch].compute_capability,
+        "compute_capability": gpu_of(arch).capability,
         "dtype": torch.bfloat16,
         "batch": 2,
         "seqlen_q": 1024,

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import multiprocessing
@@ -21,6 +22,7 @@ from functools import cache
 from typing import Any
 
 from flashtile.backends.gpu import host, launch
+from flashtile.call.gpus import gpu_of
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.ops import dispatch
 from flashtile_lab.kernels.build import ARCHS, KernelBuild
@@ -82,8 +84,7 @@ class KernelReport:
     def problems(self) -> list[str]:
         """Faults of a kernel that did compile: it could not be launched, or it spills more than allowed."""
         wrong = []
-        if self.shared_bytes > ARCHS[self.arch].shared_bytes:
-            limit = ARCHS[self.arch].shared_bytes
+        if self.shared_bytes > (limit := ARCHS[self.arch]):
             wrong.append(f"needs {self.shared_bytes} bytes of shared memory, {self.arch} has {limit}")
         if self.spill_limit is not None and self.spill_bytes > self.spill_limit:
             wrong.append(f"spills {self.spill_bytes} bytes, at most {self.spill_limit} are promised")
@@ -212,11 +213,9 @@ def compile_build(build: KernelBuild, arch: str) -> KernelReport:
     from triton.backends.compiler import GPUTarget
 
     _check_arguments(build)
-    target = ARCHS[arch]
+    target, what = GPUTarget(*dataclasses.astuple(gpu_of(arch))), build.what
     amd = target.backend == "hip"
-    what = build.what
-    gpu = GPUTarget(target.backend, target.capability, target.warp_size)
-    compiled = launch.compile_kernel(build.kernel, what, build.options, gpu)
+    compiled = launch.compile_kernel(build.kernel, what, build.options, target)
     resources = amd_resources(compiled.asm["amdgcn"]) if amd else nvidia_resources(compiled.asm["cubin"])
     return KernelReport(
         name=build.name,
