@@ -13,7 +13,7 @@ from flashtile.backends.gpu.launch import Captured, compile_kernel, lower, speci
 from flashtile.backends.portable.launches import launches
 from flashtile.mods import record
 from flashtile.mods.graph import parse, places_of
-from flashtile.mods.places import tabulated, way_of
+from flashtile.mods.places import reads_pairs, tabulated, way_of
 from flashtile.mods.printed import source
 from tests.cases import Case, build
 from tests.mods.calls import with_functions
@@ -22,14 +22,16 @@ from tests.mods.functions import SCORES, Sizes
 
 def test_how_places_depend_on_a_pair() -> None:
     sizes = Sizes(2, 2, 9, 9, torch.float32, torch.Generator().manual_seed(0))
-    ways = {}
+    ways, of_pairs = {}, set()
     for name in SCORES:
         text = record.lowered(SCORES[name](sizes).function, "score_mod", "score", False).text
         graph = parse(text) if text else None
         ways[name] = [way_of(graph, p.load) for p in graph.partials] if graph else []
+        of_pairs |= {name} if graph and reads_pairs(graph) else set()
     assert ways["by_distance"] == ways["buckets"] == ["diagonals"] and ways["graphormer"] == ["any"]
     assert ways["bias"] == ways["bias_turned"] == ["pairs"] and sorted(ways["read_twice"]) == ["keys", "rows"]
     assert ways["learned_temperature"] == ["rows", "rows"] and ways["gated"] == ["rows"]
+    assert {"graphormer", "bias"} <= of_pairs and not {"by_distance", "buckets", "gated", "read_twice"} & of_pairs
 
 
 _TABLE, _BY_ROW = torch.randn(2, 9), torch.randn(9)
@@ -123,3 +125,6 @@ def test_kernels_compile(name: str, arch: str, listed: tuple[int, int] | None) -
         for launch in launches(described, call.tensors, direction).values():
             made = compile_kernel(launch.kernel, specialise(launch), launch.options, target)
             assert made.metadata.shared <= 100_000
+            if (name, arch, made.name) == ("graphormer", "sm_90", "attention_forward"):
+                # What pairs read is loaded by a warp for 32 keys of a row.
+                assert "threadsPerWarp = [1, 32]" in made.asm["ttgir"]

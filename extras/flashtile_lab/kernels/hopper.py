@@ -373,9 +373,10 @@ def _quantized_limit(problem: Problem) -> int:
     """Bytes that a thread of the 8-bit forward may spill, outside of loops but for head_dim 256 (2026-11-23).
 
     Triton 3.6.0 and 3.7.1: none at head_dim 128, 24 with a window; 8 with a band at 64; at 256, where the output takes
-    128 registers and scores 64, 88 and with a band 176. Triton 3.9.0: up to 40, at 256 up to 264.
+    128 registers and scores 64, 88 and with a band 176 (240 were in loops). Triton 3.9.0: up to 40, at 256 up to 264.
     """
-    return 272 if max(problem.head_dim, problem.head_dim_v) > 128 else 40 if _is_new_triton() else 32
+    at_256, others = (272, 40) if _is_new_triton() else (184, 32)
+    return at_256 if max(problem.head_dim, problem.head_dim_v) > 128 else others
 
 
 def _backward_limit(problem: Problem) -> int:
