@@ -86,11 +86,11 @@ _DQ_BANDED = {
 _BANDED = {
     "dkdv": {
         64: Config(64, 64, 4, 2, tma=True, one_loop=True),
-        96: Config(64, 64, 4, 2, tma=True),
+        96: Config(32, 64, 4, 3, one_loop=True),
         128: Config(64, 64, 4, 2, tma=True, one_loop=True),
         160: Config(32, 64, 4, 2, tma=True, one_loop=True),
     },
-    "dk": {192: Config(64, 128, 8, 2, tma=True, one_loop=True), 256: Config(32, 128, 8, 2, tma=True, one_loop=True)},
+    "dk": {192: Config(32, 64, 4, 2, tma=True, one_loop=True), 256: Config(32, 128, 8, 2, tma=True, one_loop=True)},
     "dv": {256: Config(64, 128, 8, 2, tma=True, one_loop=True)},
     "dq": _DQ_BANDED,
 }
@@ -100,11 +100,11 @@ _DENSE = {
     "dkdv": {
         32: Config(64, 64, 4, 2, tma=True),
         64: Config(128, 64, 4, 2, tma=True),
-        96: Config(64, 64, 4, 2, tma=True),
+        96: Config(32, 64, 4, 3),
         128: Config(64, 64, 4, 2, tma=True),
         160: Config(32, 64, 4, 2, tma=True),
     },
-    "dk": {192: Config(64, 128, 8, 2, tma=True), 256: Config(32, 128, 8, 2, tma=True)},
+    "dk": {192: Config(32, 64, 4, 2, tma=True, one_loop=True), 256: Config(32, 128, 8, 2, tma=True)},
     "dv": {192: Config(64, 128, 8, 2, one_loop=True), 256: Config(64, 128, 8, 2, tma=True)},
     "dq": {
         64: Config(64, 64, 4, 3, tma=True),
