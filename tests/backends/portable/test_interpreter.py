@@ -156,6 +156,13 @@ def test_tiles_in_parts(dims: tuple[int, int]) -> None:
     judge(build(case, torch.float32), "portable")
 
 
+@pytest.mark.parametrize("dims", [(96, 72), (192, 128)], ids=str)
+def test_parts_of_packed_sequences_by_descriptors(dims: tuple[int, int]) -> None:
+    sizes = {"lengths": ((19, 37), (30, 7)), "spare": 3, "head_dim": dims[0], "head_dim_v": dims[1]}
+    with trial(**DESCRIPTORS):
+        judge(build(Case("varlen_parts", **sizes, heads=2, kv_heads=1, causal=True), torch.float32), "portable")
+
+
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(("programs", "shares"), [(1, 1), (2, 2), (4, 3), (256, 6)])
 @pytest.mark.parametrize("lengths", [(), ((9, 20), (30, 64))], ids=["dense", "packed"])

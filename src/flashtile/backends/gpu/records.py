@@ -11,7 +11,7 @@ from flashtile.backends.gpu.device.dropout import Dropout
 from flashtile.backends.gpu.device.mods import Alibi, Mod
 from flashtile.backends.gpu.device.records import Rows
 from flashtile.backends.gpu.device.sequence import PACKED_ROWS
-from flashtile.backends.gpu.launch import Launch, Pointer, pointer
+from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, pointer
 from flashtile.call.problem import Problem
 from flashtile.core import philox
 
@@ -36,7 +36,9 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...], varlen: bool) -> 
     return (_ANY, _ANY, PACKED_ROWS.value, *shape[1:]), (_WRAP - row, row, row, strides[1], 1)
 
 
-def rows_of(name: str, tensor: Tensor, block_dim: int, desc: Any = None, unit: int = 1) -> Rows:
+def rows_of(
+    name: str, tensor: Tensor, block_dim: int, desc: TensorMap | tuple[TensorMap, ...] | None = None, unit: int = 1
+) -> Rows:
     """The record of a tensor, whose operand has its name; desc: of ``Rows``."""
     strides = tensor.stride()
     batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])

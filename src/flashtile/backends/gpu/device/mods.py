@@ -503,7 +503,9 @@ def block_of(head, first_row, first_key, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def read(mods, head, at, PARTIAL: tl.constexpr):
-    """What the user's score mod and mask mod read of a block; before a product, so that the loads run under it.
+    """What the user's score mod and mask mod read of a block.
+
+    To be called before the product: of loads after it ptxas makes each WGMMA wait for the one before.
 
     PARTIAL: as for ``select``, a constant.
     """
@@ -517,9 +519,13 @@ def read(mods, head, at, PARTIAL: tl.constexpr):
 
 
 @triton.jit
-def _read(mod, head, at):
-    rows = mod.of_rows(mod.operands, head, at)
-    return rows, mod.fetch(mod.operands, head, rows, at)
+def _read(mod, head, at, given=None):
+    if given is None:
+        rows = mod.of_rows(mod.operands, head, at)
+        fetched = mod.fetch(mod.operands, head, rows, at)
+    else:
+        rows, fetched = given
+    return rows, fetched
 
 
 @triton.jit
@@ -544,10 +550,7 @@ def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr, given=None):
         scores, scale_log2 = product * mods.scale, softmax.LOG2_E
         for n in tl.static_range(count(mods.SCORES)):
             if mods.scores[n].fetch is not None:
-                if given is None:
-                    rows, fetched = _read(mods.scores[n], head.scores[n], at)
-                else:
-                    rows, fetched = given[0]
+                rows, fetched = _read(mods.scores[n], head.scores[n], at, None if given is None else given[0])
                 if WITH_SLOPE and mods.scores[n].linear is not None:
                     scores, factor = mods.scores[n].linear(
                         scores, fetched, mods.scores[n].operands, head.scores[n], rows, at
@@ -599,12 +602,8 @@ def select(x, mods, head, at, fill, edge, partial=True, given=None):
             x = intervals.select(x, mods.band.key_rows, at.b, at.h, at.j, at.i, fill)
     for n in tl.static_range(count(mods.MASKS)):
         if mods.masks[n].fetch is not None:
-            if given is not None:
-                if partial:
-                    rows, fetched = given[1]
-                    x = mods.masks[n].function(x, fetched, mods.masks[n].operands, head.masks[n], rows, at, fill)
-            elif partial:
-                x = by_function(x, mods.masks[n], head.masks[n], at, fill)
+            if partial:
+                x = by_function(x, mods.masks[n], head.masks[n], at, fill, None if given is None else given[1])
         else:
             operands = mods.masks[n].operands
             if mods.masks[n].of_head is not None:
@@ -614,9 +613,9 @@ def select(x, mods, head, at, fill, edge, partial=True, given=None):
 
 
 @triton.jit
-def by_function(x, mod, head, at, fill):
+def by_function(x, mod, head, at, fill, given=None):
     """x, or fill where a printed mask mod excludes the pair; head: its operands of ``Head``."""
-    rows, fetched = _read(mod, head, at)
+    rows, fetched = _read(mod, head, at, given)
     return mod.function(x, fetched, mod.operands, head, rows, at, fill)
 
 

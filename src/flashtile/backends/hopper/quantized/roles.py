@@ -188,8 +188,8 @@ def step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND: gl.con
 @gluon.jit
 def finish_tile(accs, state, channels, tiles, call, scales, output, schedule, WARPGROUP: gl.constexpr):
     """Stores a tile's output, of complete ``accs``, and lse."""
-    # At 256 columns with both, what ptxas loads ahead of the loop over keys takes registers there, which then spill.
-    HERE: gl.constexpr = output.BLOCK_DIM > 128 and scales.out is not None
+    # At 256 columns ptxas would load the shift and the output's scale ahead of the loop over keys, which then spills.
+    VOLATILE: gl.constexpr = output.BLOCK_DIM > 128 and scales.out is not None
     row_max = state.row_max - PROBS_LOG2
     if scales.shift is not None:
         where = query_rows(channels.tiles, tiles, call)
@@ -197,9 +197,9 @@ def finish_tile(accs, state, channels, tiles, call, scales, output, schedule, WA
         rows = row + gl.arange(0, schedule.BLOCK_M, row_max.type.layout)
         # The rows past the last packed sequence have none.
         exists = (rows < where.length) & (where.b < call.queries.count)
-        shift = gl.load(scales.shift + lse_offset(where, call) + rows, mask=exists, other=0.0, volatile=HERE)
+        shift = gl.load(scales.shift + lse_offset(where, call) + rows, mask=exists, other=0.0, volatile=VOLATILE)
         row_max += shift * scales.shift_scale
     unit = state.unit
     if scales.out is not None:
-        unit = unit / gl.load(scales.out, volatile=HERE)
+        unit = unit / gl.load(scales.out, volatile=VOLATILE)
     epilogue(times(accs, unit), row_max, state.row_sum, channels, tiles, call, output, schedule, WARPGROUP)

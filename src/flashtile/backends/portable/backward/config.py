@@ -70,6 +70,7 @@ def heads_per_split(problem: Problem) -> int | None:
 #   forward, with rows and keys exchanged. Both in one loop, ptxas serialises the WGMMA, with a wait after each.
 # - Under a band, one loop instead of three takes the spills out of dkdv's hot loop: 87 reloads at d 128 become 1. With
 #   168 registers three programs of dq share a multiprocessor; without that limit Triton 3.6.0 takes 188 under a window.
+# - Packed sequences have other tiles of dkdv: lse and delta, which begin anywhere, take registers.
 # - Grouped heads under a band: three loops are faster than one at 128, though the compiler reports more bytes spilled.
 # - dbias from compiler reports, not timings (Triton 3.7.1): with descriptors 100, 168, 127 and 157 registers at 32 to
 #   256 and no spills. From 128 on eight warps, as a multiprocessor holds too few of four. On sm_80 the tiles are the

@@ -22,6 +22,7 @@ def choose(problem: Problem, arch: str | None = None) -> Config:
 # - Featured (transforms, masks, bias and dropout take registers of their own): chosen from compiler reports, not
 #   timings: two programs share a multiprocessor where registers allow it. But at 32, in tiles of 64 keys, rows of a
 #   bias or mask that do not begin on 16 bytes change threads through shared memory, with spills: measured.
+# - Pairs: a function that reads something for each pair needs registers for it, so its tiles are smaller.
 _BANDED = {
     64: Config(64, 64, 4, 3),
     128: Config(64, 64, 4, 3, tma=True),

@@ -183,7 +183,9 @@ def _rounding(side: Side) -> Rounding:
     # left with few digits. Of AMD's GPUs some have no tf32.
     precision = "ieee" if side.capability is None else "tf32x3"
     bits = side.capability is None or side.capability < (8, 9)
-    most = _MOST_AHEAD // 2 if side.given.rotary_cos is not None else _MOST_AHEAD * (1 + (side.capability in _ROOMY))
+    most = 2 * _MOST_AHEAD if side.capability in _ROOMY else _MOST_AHEAD
+    if side.given.rotary_cos is not None:
+        most = _MOST_AHEAD // 2
     stages = 2 if BLOCK * side.x.shape[-1] * side.x.element_size() <= most else 1
     rotate = precision if side.choices.rotate else None
     return Rounding(side.choices.seed, rotate, bits, search_of(side.batch), _HEADS, stages)
