@@ -89,8 +89,8 @@ kernels: $(VENV)/.dev $(OTHER_TRITONS:%=$(VENV)/triton-%/.done)
 	for version in $(OTHER_TRITONS); do for arch in $(OTHER_ARCHS); do \
 	  PYTHONPATH=$(VENV)/triton-$$version $(BIN)/flashtile-lab kernels --arch $$arch --quick || exit 1; done; done
 	for version in $(OTHER_TRITONS); do \
-	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) tests/ptx/test_hopper.py tests/ptx/test_carries.py tests/ptx/test_mods.py \
-	    -m 'not slow' -k 'under_the_rule or products_of_8_bits or forgets or slopes' || exit 1; \
+	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) tests/ptx/test_hopper.py tests/ptx/test_carries.py tests/ptx/test_mods.py tests/mods/test_builds.py \
+	    -m 'not slow' -k 'under_the_rule or products_of_8_bits or forgets or slopes or key_by_key' || exit 1; \
 	  PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) tests/fuzz/test_builds.py -m long -k a_prompt || exit 1; done
 	$(FUZZ) builds --most 10 --count 20
 

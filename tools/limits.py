@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # beside FlexAttention 360, what else users run (dropout, padding, few queries, float32) 70, ablations 65, outputs of
 # 8 bits like cuDNN's 5.
 # tests: what is tested twice is tested once; a capability brings its own tests. What Triton 3.6 forgets takes 90.
-TOTAL_LINES = {"src/flashtile": 43_980, "extras/flashtile_lab": 6_380, "benchmarks": 5_980, "tests": 37_750}
+TOTAL_LINES = {"src/flashtile": 43_980, "extras/flashtile_lab": 6_380, "benchmarks": 5_980, "tests": 37_760}
 # Of these the total alone is limited: a table of cases is as long as it is, and a test takes all that it is tried with.
 TOTAL_ALONE = ("tests",)
 FILE_LINES = 400

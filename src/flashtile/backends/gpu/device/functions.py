@@ -48,9 +48,9 @@ def inside(x, size):
 def inside_by_key(x, size, j):
     """``inside`` of what keys or pairs read, so that neighbouring threads load for neighbouring keys.
 
-    The compiler is told that indices follow one another as keys j do. Where they do not that is safe, as addresses are
-    not known to be aligned (``gpu.functions``): each is loaded by itself. ``inside`` is written out here, since
-    what is said of a call's result is lost when the call is inlined.
+    Of clamped indices Triton 3.6 would take the rows first, 32 for a warp. It is told that they follow one another as
+    keys j do. Where they do not that is safe, as addresses are not known to be aligned (``gpu.functions``): each is
+    loaded by itself. ``inside`` is written out, since what is said of a call's result is lost once it is inlined.
     """
     x = tl.where(x < 0, x + size, x)
     x = tl.minimum(tl.maximum(x, 0), size - 1).to(tl.int64)
