@@ -387,6 +387,9 @@ def test_a_call_with_the_keywords_of_the_one_before() -> None:
         grads = torch.autograd.grad(flashtile.attention(q, leaves[1], v, causal=True).sum(), leaves[1])
         one = flashtile.attention(leaves[0].detach(), leaves[1], v, causal=True, backend="cpu")
         torch.testing.assert_close(grads, torch.autograd.grad(one.sum(), leaves[1]))
+    flashtile.attention(q, k, v, softmax_scale=float("0.3"))
+    with mock.patch.object(api, "read", side_effect=AssertionError("an equal scale of another layer is known")):
+        flashtile.attention(q, k, v, softmax_scale=float("0.3"))
     bias = torch.randn(6, 6, requires_grad=True)
     flashtile.attention(*leaves, causal=True, attn_bias=bias)
     with mock.patch.object(ops, "attention_again", side_effect=AssertionError("has no bias")):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from typing import Any
 
 import pytest
 import torch
 
 import flashtile
+from flashtile.backends.gpu import host
 from flashtile.backends.portable.backward import launch
 from flashtile.call.arguments import band_of
 from flashtile.call.problem import Problem, Tensors
@@ -295,6 +297,25 @@ def test_cuda_graph_of_gradients_replays_on_new_data(backend: str) -> None:
     for _ in range(3):
         graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(grads, step(), strict=True))
+
+
+def test_compiled_into_graphs_from_the_first_call(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What calls keep is not memory of a graph, also where a graph's warm-up is the first of all calls."""
+    for module, name in (("hopper.forward", "_counters"), ("gpu.decode", "_counters"), ("gpu.decode", "_spare")):
+        monkeypatch.setattr(importlib.import_module(f"flashtile.backends.{module}.launch"), name, {})
+    host._a_float.cache_clear()
+    (q, k, v), lengths = _inputs(2, 450, 4, 64), torch.tensor([3, 450], device="cuda", dtype=torch.int32)
+
+    def step() -> torch.Tensor:
+        out = flashtile.attention(q, k, v, causal=True, backend=backend)
+        return out + flashtile.attention_with_kvcache(out[:, -1:], k, v, cache_seqlens=lengths, backend=backend)
+
+    with torch.no_grad(), plans.own_plans():
+        compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            got = compiled().clone()
+        torch.testing.assert_close(got, step())
 
 
 def test_cuda_graph_of_a_training_step() -> None:

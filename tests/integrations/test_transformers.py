@@ -21,6 +21,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+import flashtile
 import flashtile.integrations.transformers as integration
 from flashtile import InvalidInputError, UnsupportedError
 from flashtile.integrations._transformers_mask import LazyMask
@@ -252,10 +253,10 @@ def test_generate_otherwise(how: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_generate_compiled(name: str) -> None:
+@pytest.mark.parametrize(("name", "padding"), [("llama", "left"), ("llama", "none"), ("gemma3", "left")])
+def test_generate_compiled(name: str, padding: str) -> None:
     """What ``generate`` does with a static cache on a GPU: each decoding step is one graph."""
-    model, given = make(name).eval(), inputs(name, "left")
+    model, given = make(name).eval(), inputs(name, padding)
     want = model.generate(**given, max_new_tokens=9, do_sample=False)
     enable(model)
     torch._dynamo.reset()
@@ -265,6 +266,19 @@ def test_generate_compiled(name: str) -> None:
     got = model.generate(**given, max_new_tokens=9, do_sample=False, cache_implementation="static", compile_config=how)
     assert torch.equal(got, want)
     assert calls.served == 2  # the prompt; the other eight steps were compiled
+
+
+@pytest.mark.parametrize("hole", [False, True])
+def test_a_static_cache_is_not_masked_key_by_key(hole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lengths are the device's own, so that keys are split among programs, unless padding is not on the left."""
+    model, given = make("llama").eval(), inputs("llama", "left")
+    given["attention_mask"][:, 5] &= not hole
+    want = model.generate(**given, max_new_tokens=9, do_sample=False)
+    enable(model)
+    over = mock.Mock(wraps=flashtile.attention_with_kvcache)
+    monkeypatch.setattr(flashtile, "attention_with_kvcache", over)
+    assert torch.equal(model.generate(**given, max_new_tokens=9, do_sample=False, cache_implementation="static"), want)
+    assert over.call_count == (0 if hole else 8 * MODELS["llama"][2])
 
 
 def test_a_prompt_in_two_parts() -> None:

@@ -128,10 +128,12 @@ def attention(
         raise refused("attention", _more, _unknown)
     alone = Tensors(q, k, v)  # type: ignore[arg-type]
     if not operation.is_watched(alone.q, alone.k, alone.v) and not autocast.is_on():
-        # Most calls have the keywords of the one before. Compared by identity, since True == 1.
+        # Most calls have the keywords of the one before. Compared by identity, since True == 1, but for the scale: each
+        # layer of a model has its own number.
         options, causal_, window_, scale_, softcap_, dropout_, deterministic_, backend_, chunk_ = _last
         if (
-            causal is causal_ and window_size is window_ and softmax_scale is scale_ and softcap is softcap_
+            causal is causal_ and window_size is window_ and softcap is softcap_
+            and (softmax_scale is scale_ or (type(softmax_scale) is type(scale_) is float and softmax_scale == scale_))
             and dropout_p is dropout_ and deterministic is deterministic_ and backend is backend_
             and attention_chunk is chunk_
             and alibi_slopes is attn_mask is attn_bias is sinks is None

@@ -29,6 +29,8 @@ class LazyMask:
         keys: ``(batch, seqlen_k)`` bool, False where a key is padding; None if none is.
         packed: Whether a row holds several sequences, each of which attends to itself.
         ids: Which sequence a token belongs to, ``(batch, seqlen)``; None while tracing, which cannot count them.
+        lengths: ``(batch,)`` int32, how many keys count where only the device knows, in a static cache; None elsewhere.
+        leftpad: ``(batch,)`` int32, the first key that counts, beside lengths; None if all do.
         shared: The sequence over ranks of which the layer has some rows; None if it has all.
     """
 
@@ -42,6 +44,8 @@ class LazyMask:
         self.keys: Tensor | None = None
         self.packed = False
         self.ids: Tensor | None = None
+        self.lengths: Tensor | None = None
+        self.leftpad: Tensor | None = None
         self.shared: ranks.Shared | None = None
         self._bounds: tuple[Any, ...] | None = None
 
@@ -72,7 +76,9 @@ class LazyMask:
             return self.dense().to(*args, **kwargs)
         moved = copy.copy(self)
         moved._write, moved._written, moved._bounds = lambda: self.dense().to(device), None, None
-        moved.keys, moved.ids = (x if x is None else x.to(device) for x in (self.keys, self.ids))
+        for name in ("keys", "ids", "lengths", "leftpad"):
+            x = getattr(self, name)
+            setattr(moved, name, x if x is None else x.to(device))
         return moved
 
     def __getattr__(self, name: str) -> Any:
@@ -124,15 +130,23 @@ def mask(
         return _shared(shared, mask_function, local_size, kind, shape, config)
     tracing = is_tracing(attention_mask)
 
-    def write() -> Tensor:
-        given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    def write(offset: Any = None) -> Tensor:
+        offset = q_offset if offset is None else offset
+        given = (batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask)
         return sdpa_mask(*given, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs)
 
-    if isinstance(q_offset, Tensor):  # a static cache
+    # So it is in a static cache too, of which transformers does not say it.
+    is_causal = mask_function is causal_mask_function and local_size is None
+    if isinstance(q_offset, Tensor):  # a static cache that has been used
+        if is_causal and not kv_offset:
+            length = q_offset + q_length  # each layer raises its own offset in place before it attends
+            filled = LazyMask(lambda: write(length - q_length), (batch_size, 1, q_length, kv_length), True, kv_length)
+            if _is_filled(filled, length, attention_mask, tracing):
+                return filled
         if tracing or not allow_is_causal_skip:
             return write()
         q_offset = int(q_offset)
-    ids, causal = None, allow_is_causal_skip
+    ids, causal = None, allow_is_causal_skip or is_causal
     packed = attention_mask is None and not (causal or allow_is_bidirectional_skip or kwargs.get("use_vmap"))
     if packed:
         packed, ids = _packing(mask_function, local_size, tracing)
@@ -179,6 +193,20 @@ def _shared(
     found = LazyMask(ranks.whole_mask, shape, causal, shape[3])
     found.window, found.shared = window, shared
     return found
+
+
+def _is_filled(causal: LazyMask, length: Tensor, attention_mask: Tensor | None, tracing: bool) -> bool:
+    """Whether a mask is causal but for padding on the left, over the first ``length`` keys; it is then told these."""
+    if torch.is_grad_enabled() or (tracing and attention_mask is not None):
+        return False
+    causal.lengths = length.to(torch.int32).expand(causal.shape[0]).contiguous()
+    # Each step looks at the mask: first whether nothing is padding, which takes few operations.
+    if attention_mask is None or (attention_mask.all() & (length <= attention_mask.shape[1])):
+        return True
+    keys = torch.arange(attention_mask.shape[1], dtype=torch.int32, device=attention_mask.device)
+    causal.leftpad = attention_mask.int().argmax(1).int()
+    kept = attention_mask | (keys >= causal.lengths[:, None])
+    return bool((kept == (keys >= causal.leftpad[:, None])).all() & (length <= len(keys)))
 
 
 def _band(

@@ -141,7 +141,7 @@ def attention(
         calls.serve()
         return paged.attend(module, query, key, value, kwargs), None
     _refuse_unknown(kwargs)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     bias, bounds = kwargs.get("position_bias"), _bounds_given(kwargs)
     options: dict[str, Any] = {
         "softmax_scale": kwargs.get("scaling"),
@@ -162,11 +162,16 @@ def attention(
         if tuple(lazy.shape[2:]) != (q.shape[1], k.shape[1]):
             shape = f"{q.shape[1]} queries and {k.shape[1]} keys"
             raise InvalidInputError("attention_mask", f"has shape {tuple(lazy.shape)}, but the layer has {shape}")
+        if lazy.lengths is not None and bounds is None and bias is None and not torch.is_grad_enabled():
+            return _over_cache(q, k, v, lazy, options), None
         bounds = bounds or lazy.bounds()
         fits = bias is None and lazy.keys is None and lazy.seqlen_k == k.shape[1]
-        if bounds is None and not lazy.packed:
-            k, v = k[:, : lazy.seqlen_k], v[:, : lazy.seqlen_k]
-            bias = None if bias is None else bias[..., : lazy.seqlen_k]
+        if lazy.lengths is not None:
+            written = lazy.dense()
+        elif bounds is None and not lazy.packed:
+            if lazy.seqlen_k < k.shape[1]:
+                k, v = k[:, : lazy.seqlen_k], v[:, : lazy.seqlen_k]
+                bias = None if bias is None else bias[..., : lazy.seqlen_k]
             options["attn_mask"] = None if lazy.keys is None else lazy.keys[:, None, None, :]
         elif bounds is None or not fits:
             written = lazy.dense()
@@ -186,6 +191,18 @@ def attention(
         options["attn_mask"] = options["attn_mask"] & same if "attn_mask" in options else same
         bounds = None
     return _run(q, k, v, bounds, options | {"attn_bias": bias}), None
+
+
+def _over_cache(q: Tensor, k: Tensor, v: Tensor, lazy: LazyMask, options: dict[str, Any]) -> Tensor:
+    """A layer's attention over a static cache, which is not full."""
+    calls.serve()
+    over: dict[str, Any] = {name: options[name] for name in ("softmax_scale", "softcap", "sinks")}
+    over |= {"cache_seqlens": lazy.lengths, "cache_leftpad": lazy.leftpad}
+    if not torch.compiler.is_compiling() and (found := _explained.get()) is not None:
+        found[flashtile.explain(q, k_cache=k, v_cache=v, **over)] += 1
+    out = flashtile.attention_with_kvcache(q, k, v, **over)
+    assert isinstance(out, Tensor)  # lse was not asked for
+    return out
 
 
 def _over_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Any, kwargs: dict[str, Any], options: dict[str, Any]) -> Tensor:
@@ -241,7 +258,7 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
 
 def _bounds_given(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """The last four arguments of ``attention_varlen`` from the keywords that transformers has for them."""
-    bounds: list[Any] = [kwargs.get(f"cu_seq_lens_{side}") for side in "qk"]
+    bounds: list[Any] = [kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")]
     for side, given in zip("qk", bounds, strict=True):
         if given is None and bounds != [None, None]:
             raise InvalidInputError(f"cu_seq_lens_{side}", "is None, but the other one is given")

@@ -127,7 +127,7 @@ class _Regular(Operation[Tensors, Options]):
     def readable(self, t: Tensors) -> Tensors:
         """As ``Operation.readable``; most calls need no copy."""
         dense = is_plain(t) and t.q.is_contiguous() and t.k.is_contiguous() and t.v.is_contiguous()
-        return t if dense else super().readable(t)
+        return t if dense else Operation.readable(self, t)  # torch.compile 2.11 cannot trace super() here
 
     def prepare(self, t: Tensors, o: Options, **but: Any) -> tuple[Problem, plans.Family]:
         """As ``Operation.prepare``; a call of a known family needs no checks."""

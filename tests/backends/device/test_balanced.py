@@ -43,25 +43,38 @@ def test_every_tile_once(num_programs: int, num_blocks: int, num_heads: int) -> 
 
 
 @triton.jit
-def _rank(out_ptr, num_blocks, num_heads, span):
+def _rank(out_ptr, num_blocks, num_heads, most, num_programs):
     place = tl.program_id(0)
-    block, head = scheduler.longest_first_by_spans(place, num_blocks, num_heads, span)
+    block, head = scheduler.longest_first_by_spans(place, num_blocks, num_heads, most, num_programs)
     tl.store(out_ptr + 2 * place, block)
     tl.store(out_ptr + 2 * place + 1, head)
 
 
-@pytest.mark.parametrize(("num_blocks", "num_heads", "span"), [(1, 1, 1), (4, 5, 2), (3, 6, 3), (5, 4, 99), (7, 3, 1)])
-def test_spans_of_heads_longest_first(num_blocks: int, num_heads: int, span: int) -> None:
+@pytest.mark.parametrize(
+    ("num_blocks", "num_heads", "most", "num_programs", "spans"),
+    [
+        (1, 1, 1, 1, [1]),
+        (4, 23, 9, 12, [6, 6, 6, 5]),  # two tiles a program
+        (4, 23, 9, 16, [8, 8, 7]),
+        (3, 9, 2, 99, [2, 2, 2, 2, 1]),  # as many as the cache holds
+        (5, 17, 99, 10, [2, 2, 2, 2, 2, 7]),  # one tile a program, at last four
+        (7, 3, 99, 2, [1, 1, 1]),
+        (5, 4, 99, 99, [4]),
+    ],
+)
+def test_spans_of_heads_longest_first(
+    num_blocks: int, num_heads: int, most: int, num_programs: int, spans: list[int]
+) -> None:
     out = torch.full((num_blocks * num_heads, 2), -1, dtype=torch.int32)
-    _rank[(num_blocks * num_heads,)](out, num_blocks, num_heads, span)
-    order = [(block, head) for block, head in out.tolist()]
+    _rank[(num_blocks * num_heads,)](out, num_blocks, num_heads, most, num_programs)
+    firsts = [sum(spans[:n]) for n in range(len(spans))]
     expected = [
         (block, head)
-        for first in range(0, num_heads, span)
+        for first, span in zip(firsts, spans, strict=True)
         for block in reversed(range(num_blocks))
-        for head in range(first, min(first + span, num_heads))
+        for head in range(first, first + span)
     ]
-    assert order == expected
+    assert [(block, head) for block, head in out.tolist()] == expected
 
 
 @pytest.mark.parametrize(("num_blocks", "num_heads"), [(8, 12), (7, 12), (3, 30)])

@@ -14,6 +14,7 @@ import importlib
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -331,7 +332,25 @@ def like_floats(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 @functools.cache
 def _a_float(device: torch.device) -> Tensor:
-    return torch.empty((), dtype=torch.float32, device=device)
+    return kept(0, torch.float32, device)
+
+
+def kept(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that outlive a call; one element without dimensions for a count of 0.
+
+    Another thread makes them: what a call within ``torch.compile(mode="reduce-overhead")`` allocates, in its warm-up
+    too, is memory of a CUDA graph, which fails if it finds there what is alive and no output.
+    """
+
+    def make() -> Tensor:
+        made = torch.zeros((count,) if count else (), dtype=dtype, device=device)
+        torch.cuda.current_stream(device).synchronize()
+        return made
+
+    if device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():
+        return torch.zeros((count,) if count else (), dtype=dtype, device=device)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(make).result()
 
 
 def interpret(launch: Launch) -> None:

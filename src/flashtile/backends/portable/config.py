@@ -183,6 +183,8 @@ def _select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> 
     if columns & (columns - 1) and columns not in rows:
         # A tile of several parts loads as many boxes, which pays where it was measured to.
         found = dataclasses.replace(found, tma=False)
+    if arch in ("sm_90", "sm_100") and not has_descriptors(problem):
+        found = row_of(_BY_POINTERS.get(kernel, {}), columns) or found
     return readable(problem, found)
 
 
@@ -193,9 +195,12 @@ def row_of(rows: Mapping[int, Config], columns: int) -> Config | None:
 
 def readable(problem: Problem, config: Config) -> Config:
     """The tiles without descriptors where these cannot read a problem's tensors."""
-    if config.tma and not (problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0):
-        return dataclasses.replace(config, tma=False)
-    return config
+    return config if has_descriptors(problem) or not config.tma else dataclasses.replace(config, tma=False)
+
+
+def has_descriptors(problem: Problem) -> bool:
+    """Whether descriptors can read a problem's tensors."""
+    return problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0
 
 
 def dim_of(problem: Problem) -> int:
@@ -216,13 +221,16 @@ def kind_of(problem: Problem, arch: str) -> str:
             score = problem.score_function
             return f"sm_90 {'pairs' if score is not None and reads_pairs(score.graph) else 'functions'}"
         if featured:
-            return f"sm_90 featured{tile}"
+            # Rows of a bias or mask without gaps begin on 16 bytes then.
+            return f"sm_90 featured{tile or ' aligned' * (not problem.varlen and problem.seqlen_k % 8 == 0)}"
         if problem.band.unbounded:
             return f"sm_90 dense{' packed' if problem.varlen else tile}"
         if problem.varlen:
             return "sm_90 banded packed"
         if problem.seqlen_q <= 512:
             return "sm_90 short"
+        if problem.band.left is not None:
+            return "sm_90 window"
         return "sm_90 grouped" if problem.group_size > 1 else "sm_90 banded"
     small = max(problem.head_dim, problem.head_dim_v) <= 128
     return f"{arch} featured" if featured and small and arch in ("sm_80", "sm_86") else arch
@@ -234,6 +242,23 @@ def is_featured(problem: Problem) -> bool:
     transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None or functions
     return transformed or problem.mask or problem.dropout_p > 0
 
+
+# Where descriptors cannot read a call's tensors: each number's address takes registers. By compiler reports (Triton
+# 3.6.0): 32 bytes spilled at most up to 128 columns, where the tables' tiles spill up to 2.5 KB.
+_BY_POINTERS = {
+    "forward": {
+        64: Config(64, 64, 4, 3),
+        96: Config(64, 64, 4, 2),
+        128: Config(128, 32, 8, 2),
+        256: Config(64, 32, 8, 2),
+    },
+    "dkdv": {
+        64: Config(64, 64, 4, 2, one_loop=True),
+        96: Config(32, 64, 8, 2, one_loop=True),
+        128: Config(64, 64, 8, 2, one_loop=True),
+    },
+    "dq": {64: Config(64, 64, 4, 3), 96: Config(64, 32, 4, 2), 128: Config(128, 32, 8, 2)},
+}
 
 # Past 256. Without the limit ptxas gives up on so many numbers: 32 registers a thread, and 9 KB spilled.
 _FLOAT32_BIG = Config(16, 16, 4, 1, maxnreg=255)

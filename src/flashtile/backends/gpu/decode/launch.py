@@ -13,7 +13,7 @@ from flashtile.backends.gpu.decode.append import cache_append
 from flashtile.backends.gpu.decode.call import Call
 from flashtile.backends.gpu.decode.config import Config, choose
 from flashtile.backends.gpu.decode.kernel import cache_attention
-from flashtile.backends.gpu.host import Step, like_floats, run
+from flashtile.backends.gpu.host import Step, kept, like_floats, run
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.records import operand_names, read_by_mods
 from flashtile.backends.gpu.trial import tried
@@ -164,11 +164,11 @@ def zeros(device: torch.device, count: int) -> Tensor:
         _spare[device] = spare[-(-count // 4) * 4 :]
         return spare[:count]
     if spare is None or len(spare) < _CHUNK // 2:
-        _chunks.append(torch.zeros(_CHUNK, dtype=torch.int32, device=device))
+        _chunks.append(kept(_CHUNK, torch.int32, device))
         _spare[device] = _chunks[-1]
     counters = _counters.get((device, stream))
     if counters is None or len(counters) < count:
-        counters = _counters[device, stream] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+        counters = _counters[device, stream] = kept(max(count, 4096), torch.int32, device)
     return counters
 
 

@@ -82,19 +82,36 @@ def num_packed_tiles(total: int, num_sequences: int, block: int, rows_per_token:
     return (total + (num_sequences + 1) * spare) * rows_per_token // block + num_sequences + 1
 
 
+# Up to so many blocks a head is short: its keys and values take about as long to load as to multiply.
+_SHORT_HEAD = tl.constexpr(4)
+
+
 @triton.jit
-def longest_first_by_spans(place, num_blocks, num_heads, span):
+def longest_first_by_spans(place, num_blocks, num_heads, most, num_programs):
     """The tile at an index of the tile order, for programs that take indices from a counter.
 
-    Heads are processed ``span`` at a time, so that the cache holds their keys and values; within a span, the most
-    expensive blocks come first.
+    Spans of heads follow one another, in each the most expensive blocks first. If a span were as many heads as the
+    cache holds, all programs would first load new keys and values and later none, and wait for memory, then for
+    products. So a span has a tile for each program, or two of short heads. The last span has up to four, or two, so
+    that what starts last is short.
+
+    Args:
+        place: The index, >= 0.
+        num_blocks: Blocks per head, >= 1.
+        num_heads: Heads of all sequences together, >= 1.
+        most: Heads of which the cache holds keys and values, >= 1: a span has no more.
+        num_programs: Programs that share the work.
 
     Returns:
         (block, head), meaningless for an index past the last tile.
     """
-    which = place // (span * num_blocks)
+    is_short = num_blocks <= _SHORT_HEAD
+    span = tl.maximum(tl.minimum(tl.where(is_short, 2, 1) * num_programs // num_blocks, most), 1)
+    last = tl.maximum(tl.minimum(tl.where(is_short, 2, 4) * num_programs // num_blocks, most), 1)
+    early = (tl.maximum(num_heads - last, 0) + span - 1) // span * span
+    which = tl.minimum(place // (span * num_blocks), early // span)
     place -= which * span * num_blocks
-    width = tl.maximum(tl.minimum(span, num_heads - which * span), 1)
+    width = tl.where(which * span < early, span, num_heads - early)
     rank = place // width
     return num_blocks - 1 - rank, which * span + place - rank * width
 

@@ -199,7 +199,7 @@ def three_warpgroups_64(score_bytes: tuple[int, int]) -> Config:
 
 
 # A band's tiles differ in length. Up to this sequence length there are many, and a tile counter shortens the tail of a
-# launch, when the last tiles run alone; beyond it a static order is faster.
+# launch, when the last tiles run alone; beyond it a static order is faster, and for wide rows beyond twice as much.
 SHORT = 1024
 
 
@@ -339,8 +339,8 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # With these, the scheduler has no registers for a counter (see ``kernel``).
         is_fixed = has_left or problem.softcap > 0
     else:
-        # Long causal tiles of wide rows are few and uneven: a static order balances them better.
-        is_fixed = is_causal and not (is_short or has_left or is_listed) and dims != (64, 64) and not problem.keys.used
+        is_counted = has_left or is_listed or problem.keys.used or dims == (64, 64)
+        is_fixed = is_causal and not is_counted and problem.seqlen_q > (SHORT if max(dims) <= 128 else 2 * SHORT)
     if not is_fixed:
         # A tile found ahead is one that no idle program can take. But the shortest take less time than finding one.
         # Packed tiles over a cache are found when a producer asks.

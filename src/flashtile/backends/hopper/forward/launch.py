@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Rows
 from flashtile.backends.gpu.device.scheduler import num_packed_tiles
-from flashtile.backends.gpu.host import Step, like_floats, run
+from flashtile.backends.gpu.host import Step, kept, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, TensorMap
 from flashtile.backends.gpu.lists import masks_of
@@ -238,7 +238,7 @@ def counter(device: torch.device) -> Tensor:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
     found = _counters.get((device.index, stream))
     if found is None:
-        found = _counters[device.index, stream] = torch.zeros((), dtype=torch.int32, device=device)
+        found = _counters[device.index, stream] = kept(0, torch.int32, device)
     return found
 
 

@@ -127,8 +127,9 @@ def _place(step, call, schedule):
             place, is_end = _deal(step, num_blocks * num_heads, schedule.counter)
             is_tile = step >= 0
             if UNEVEN:
-                span = gl.maximum(schedule.CACHED_ROWS // call.keys.length, 1) * (call.heads.group_size // packed)
-                block, head = scheduler.longest_first_by_spans(place, num_blocks, num_heads, span)
+                most = gl.maximum(schedule.CACHED_ROWS // call.keys.length, 1) * (call.heads.group_size // packed)
+                num_programs = gl.num_programs(0)
+                block, head = scheduler.longest_first_by_spans(place, num_blocks, num_heads, most, num_programs)
             else:
                 head = place // num_blocks
                 block = place - head * num_blocks

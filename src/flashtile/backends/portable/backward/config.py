@@ -78,7 +78,7 @@ def heads_per_split(problem: Problem) -> int | None:
 # - Featured: loops stay separate where a branch around that much code makes ptxas serialise the WGMMA next to it.
 _DQ_BANDED = {
     64: Config(64, 64, 4, 3, maxnreg=168),
-    96: Config(64, 64, 4, 3),
+    96: Config(64, 64, 4, 2, tma=True),
     128: Config(128, 64, 8, 3),
     160: Config(128, 32, 8, 3),
     192: Config(128, 32, 8, 3),
@@ -87,7 +87,7 @@ _DQ_BANDED = {
 _BANDED = {
     "dkdv": {
         64: Config(64, 64, 4, 2, tma=True, one_loop=True),
-        96: Config(32, 64, 4, 3, one_loop=True),
+        96: Config(64, 64, 4, 2, tma=True),
         128: Config(64, 64, 4, 2, tma=True, one_loop=True),
         160: Config(32, 64, 4, 2, tma=True, one_loop=True),
     },
@@ -96,12 +96,13 @@ _BANDED = {
     "dq": _DQ_BANDED,
 }
 _GROUPED = {"dkdv": _BANDED["dkdv"] | {128: Config(64, 64, 4, 2, tma=True)}}
-_PACKED = {64: Config(128, 64, 4, 2, tma=True), 128: Config(32, 64, 4, 2, tma=True)}
+_PACKED = {64: Config(64, 64, 4, 2, tma=True, one_loop=True), 128: Config(32, 64, 4, 2, tma=True)}
+_DQ_FEW = _DQ_BANDED | {128: Config(64, 64, 4, 2, tma=True)}
 _DENSE = {
     "dkdv": {
         32: Config(64, 64, 4, 2, tma=True),
         64: Config(128, 64, 4, 2, tma=True),
-        96: Config(32, 64, 4, 3),
+        96: Config(64, 64, 4, 2, tma=True),
         128: Config(64, 64, 4, 2, tma=True),
         160: Config(32, 64, 4, 2, tma=True),
     },
@@ -153,15 +154,20 @@ _DIAGONALS_SM_90 = {
 }
 _SM_90 = {
     "sm_90 dense": _DENSE,
-    "sm_90 dense tile": _DENSE,
+    "sm_90 dense tile": _DENSE | {"dq": _DENSE["dq"] | {32: Config(64, 64, 4, 1, tma=True)}},
     "sm_90 dense packed": _DENSE | {"dkdv": _DENSE["dkdv"] | {128: Config(64, 64, 4, 2, tma=True, one_loop=True)}},
     "sm_90 banded": _BANDED,
-    "sm_90 banded packed": _BANDED | {"dkdv": _BANDED["dkdv"] | _PACKED},
+    "sm_90 banded packed": _BANDED | {"dkdv": _BANDED["dkdv"] | _PACKED, "dq": _DQ_FEW},
     "sm_90 grouped": _BANDED | _GROUPED,
+    "sm_90 window": _BANDED | {"dq": _DQ_FEW},
     "sm_90 short": _BANDED,
     "sm_90 functions": _FUNCTIONS,
     "sm_90 pairs": _FUNCTIONS,
     "sm_90 featured": _FEATURED,
+    "sm_90 featured aligned": {
+        "dkdv": _FEATURED["dkdv"] | {32: Config(64, 64, 4, 2, tma=True)},
+        "dq": _FEATURED["dq"] | {32: Config(64, 64, 4, 3, tma=True)},
+    },
     "sm_90 featured tile": {
         "dkdv": _FEATURED["dkdv"] | {32: Config(32, 64, 4, 2, tma=True)},
         "dq": _FEATURED["dq"] | {32: Config(64, 32, 4, 2, tma=True)},

@@ -24,7 +24,9 @@ def choose(problem: Problem, arch: str | None = None) -> Config:
 #   bias or mask that do not begin on 16 bytes change threads through shared memory, with spills: measured.
 # - Pairs: a function that reads something for each pair needs registers for it, so its tiles are smaller.
 _BANDED = {
-    64: Config(64, 64, 4, 3),
+    32: Config(64, 64, 4, 3),
+    64: Config(64, 128, 4, 2, tma=True),
+    96: Config(64, 64, 4, 2, tma=True),
     128: Config(64, 64, 4, 3, tma=True),
     160: Config(64, 64, 4, 2),
     192: Config(128, 32, 8, 3),
@@ -32,8 +34,10 @@ _BANDED = {
 }
 _SM_80 = dict.fromkeys((16, 32, 64), Config(128, 64, 4, 3)) | {128: Config(128, 64, 8, 2), 256: Config(64, 32, 4, 2)}
 _FEATURED_SM_80 = dict.fromkeys((16, 32, 64, 128), Config(64, 32, 4, 2))
+# Of 64 columns in smaller tiles: of few keys a tile more would be behind the band's edges.
+_BANDED_FEW = _BANDED | {64: Config(64, 64, 4, 2, tma=True)}
 _DENSE = {
-    32: Config(64, 64, 4, 3),
+    32: Config(64, 64, 4, 3, tma=True),
     64: Config(64, 128, 4, 2, tma=True),
     96: Config(64, 128, 4, 2, tma=True),
     128: Config(64, 64, 4, 3, tma=True),
@@ -52,13 +56,15 @@ _KINDS = {
     "sm_90 dense packed": _DENSE,
     "sm_90 dense tile": _DENSE | {32: Config(64, 64, 4, 1, tma=True)},
     "sm_90 banded": _BANDED,
-    "sm_90 banded packed": _BANDED,
+    "sm_90 banded packed": _BANDED_FEW,
     "sm_90 grouped": _BANDED,
-    "sm_90 short": _BANDED | {256: Config(64, 64, 4, 1, tma=True)},
+    "sm_90 window": _BANDED_FEW | {128: Config(64, 64, 4, 1, tma=True)},
+    "sm_90 short": _BANDED_FEW | {256: Config(64, 64, 4, 1, tma=True)},
     "sm_90 functions": _FEATURED,
     "sm_90 pairs": _FEATURED | {128: Config(64, 32, 4, 3, tma=True)},
     "sm_90 featured": _FEATURED,
     "sm_90 featured tile": _FEATURED,
+    "sm_90 featured aligned": _FEATURED | {32: Config(64, 64, 4, 3, tma=True)},
     "sm_80": _SM_80,
     "sm_80 featured": _FEATURED_SM_80,
     # 99 KB of shared memory: sm_80's tiles (for 163 KB) with a stage fewer or half the size.
