@@ -71,9 +71,9 @@ def test_only_the_calls_of_an_entry_take_its_tiles(kernel: str, place: Path) -> 
     for changes in same:
         assert _choose(problem.but(**changes), kernel) == NEW, changes
     others = [
-        {"gpu": "GPU 2"}, {"gpu": ""}, {"dtype": torch.float16}, {"head_dim": 120}, {"head_dim_v": 64}, {"band": Band()},
-        {"aligned": False}, {"band": Band(128, 0)}, {"softcap": 9.0}, {"alibi": True}, {"mask": True}, {"dropout_p": 0.1},
-        {"bias_dtype": torch.bfloat16}, {"out_dtype": torch.float32}, {"grad_dtype": torch.float32},
+        {"gpu": "GPU 2"}, {"gpu": ""}, {"aligned": False}, {"dtype": torch.float16}, {"head_dim": 120},
+        {"head_dim_v": 64}, {"band": Band()}, {"band": Band(128, 0)}, {"softcap": 9.0}, {"alibi": True}, {"mask": True},
+        {"dropout_p": 0.1}, {"bias_dtype": torch.bfloat16}, {"out_dtype": torch.float32}, {"grad_dtype": torch.float32},
     ]  # fmt: skip
     for changes in others:
         other = problem.but(**changes)

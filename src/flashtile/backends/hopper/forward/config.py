@@ -347,7 +347,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         if problem.varlen and problem.keys.used:
             ahead = 2
         elif min(problem.seqlen_q, 2 * problem.seqlen_k) <= SHORT // 2 and max(dims) <= 128:
-            ahead = 4
+            ahead = 3 if is_causal else 4
             is_plain = config.num_warpgroups == 2 and not (problem.varlen or config.score_stages)
             if config.shared_bytes + 256 * config.block_d <= SHARED_BYTES and problem.band.unbounded and is_plain:
                 config = _variant(config, q_stages=3)

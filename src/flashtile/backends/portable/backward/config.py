@@ -102,7 +102,7 @@ _DENSE = {
     "dkdv": {
         32: Config(64, 64, 4, 2, tma=True),
         64: Config(128, 64, 4, 2, tma=True),
-        96: Config(64, 64, 4, 2, tma=True),
+        96: Config(32, 64, 4, 3),
         128: Config(64, 64, 4, 2, tma=True),
         160: Config(32, 64, 4, 2, tma=True),
     },
@@ -164,10 +164,7 @@ _SM_90 = {
     "sm_90 functions": _FUNCTIONS,
     "sm_90 pairs": _FUNCTIONS,
     "sm_90 featured": _FEATURED,
-    "sm_90 featured aligned": {
-        "dkdv": _FEATURED["dkdv"] | {32: Config(64, 64, 4, 2, tma=True)},
-        "dq": _FEATURED["dq"] | {32: Config(64, 64, 4, 3, tma=True)},
-    },
+    "sm_90 featured aligned": _FEATURED,
     "sm_90 featured tile": {
         "dkdv": _FEATURED["dkdv"] | {32: Config(32, 64, 4, 2, tma=True)},
         "dq": _FEATURED["dq"] | {32: Config(64, 32, 4, 2, tma=True)},

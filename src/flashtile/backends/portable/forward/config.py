@@ -24,7 +24,7 @@ def choose(problem: Problem, arch: str | None = None) -> Config:
 #   bias or mask that do not begin on 16 bytes change threads through shared memory, with spills: measured.
 # - Pairs: a function that reads something for each pair needs registers for it, so its tiles are smaller.
 _BANDED = {
-    32: Config(64, 64, 4, 3),
+    32: Config(64, 64, 4, 3, tma=True),
     64: Config(64, 128, 4, 2, tma=True),
     96: Config(64, 64, 4, 2, tma=True),
     128: Config(64, 64, 4, 3, tma=True),
@@ -39,7 +39,7 @@ _BANDED_FEW = _BANDED | {64: Config(64, 64, 4, 2, tma=True)}
 _DENSE = {
     32: Config(64, 64, 4, 3, tma=True),
     64: Config(64, 128, 4, 2, tma=True),
-    96: Config(64, 128, 4, 2, tma=True),
+    96: Config(128, 64, 4, 3, tma=True),
     128: Config(64, 64, 4, 3, tma=True),
     160: Config(64, 64, 4, 2, tma=True),
     192: Config(128, 32, 8, 3),
@@ -54,7 +54,7 @@ _FEATURED = {
 _KINDS = {
     "sm_90 dense": _DENSE,
     "sm_90 dense packed": _DENSE,
-    "sm_90 dense tile": _DENSE | {32: Config(64, 64, 4, 1, tma=True)},
+    "sm_90 dense tile": _DENSE | {32: Config(64, 64, 4, 1, tma=True), 96: Config(64, 128, 4, 2, tma=True)},
     "sm_90 banded": _BANDED,
     "sm_90 banded packed": _BANDED_FEW,
     "sm_90 grouped": _BANDED,
