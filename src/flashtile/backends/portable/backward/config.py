@@ -96,8 +96,7 @@ _BANDED = {
     "dq": _DQ_BANDED,
 }
 _GROUPED = {"dkdv": _BANDED["dkdv"] | {128: Config(64, 64, 4, 2, tma=True)}}
-_PACKED = {64: Config(64, 64, 4, 2, tma=True, one_loop=True), 128: Config(32, 64, 4, 2, tma=True)}
-_DQ_FEW = _DQ_BANDED | {128: Config(64, 64, 4, 2, tma=True)}
+_PACKED = {64: Config(128, 64, 4, 2, tma=True), 128: Config(32, 64, 4, 2, tma=True)}
 _DENSE = {
     "dkdv": {
         32: Config(64, 64, 4, 2, tma=True),
@@ -157,9 +156,9 @@ _SM_90 = {
     "sm_90 dense tile": _DENSE | {"dq": _DENSE["dq"] | {32: Config(64, 64, 4, 1, tma=True)}},
     "sm_90 dense packed": _DENSE | {"dkdv": _DENSE["dkdv"] | {128: Config(64, 64, 4, 2, tma=True, one_loop=True)}},
     "sm_90 banded": _BANDED,
-    "sm_90 banded packed": _BANDED | {"dkdv": _BANDED["dkdv"] | _PACKED, "dq": _DQ_FEW},
+    "sm_90 banded packed": _BANDED | {"dkdv": _BANDED["dkdv"] | _PACKED},
     "sm_90 grouped": _BANDED | _GROUPED,
-    "sm_90 window": _BANDED | {"dq": _DQ_FEW},
+    "sm_90 window": _BANDED | {"dq": _DQ_BANDED | {128: Config(64, 64, 4, 2, tma=True)}},
     "sm_90 short": _BANDED,
     "sm_90 functions": _FUNCTIONS,
     "sm_90 pairs": _FUNCTIONS,
