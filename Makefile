@@ -28,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Triton's interpreter is on or off for a whole process, from before Triton is imported.
 INTERPRETED := tests/backends/portable tests/backends/device tests/backends/decode
 
-.PHONY: demo test test-long test-all test-plain-math check docs wheel kernels plugins fuzz gpu clean
+.PHONY: demo test test-long test-all test-plain-math test-oldest check docs wheel kernels plugins fuzz gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/flashtile-lab demo
@@ -58,6 +58,13 @@ test-plain-math: $(VENV)/.dev
 	  -k 'order_of_summation or test_case and float32' && \
 	TRITON_INTERPRET=1 $(PYTEST) -m 'not gpu and not slow' tests/backends/portable/test_interpreter.py \
 	  -k 'case_table and (bias_scalar or bias_rows)'
+
+# What the oldest PyTorch's compiler makes of calls and models: it cannot trace some Python that newer ones can.
+OLDEST := $(VENV)/oldest
+test-oldest:
+	$(MAKE) $(OLDEST)/.dev VENV=$(OLDEST) TORCH=torch==2.11.0 TRITON=triton==3.6.0
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS) -m 'not gpu' tests/test_dynamo.py tests/test_transforms.py \
+	  tests/integrations/test_transformers.py tests/integrations/test_diffusers.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -240,7 +240,7 @@ def _starts_a_chunk(chunk: int, kv_offset: int, attention_mask: Any, tracing: bo
 
 def _packing(function: Callable, local_size: int | None, tracing: bool) -> tuple[bool, Tensor | None]:
     """Whether a mask is that of packed sequences, and which one each token belongs to, ``(batch, seqlen)``."""
-    if function.__qualname__ != "and_masks.<locals>.and_mask":
+    if function.__name__ != "and_mask":  # torch.compile 2.11 cannot compare __qualname__
         return False, None
     if tracing:  # the function cannot be looked into; nothing but packing joins masks without a size
         return local_size is None, None
