@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # distance, and sums by diagonals, 340, dropout in Hopper's kernels 230, builds beside a forward's 75, queries in
 # registers, short products and adds by a third warpgroup at head_dim 80 and 96 70, outputs of 8 bits 35, rows of
 # several heads rounded by a program 40, builds for a GPU that is not there 85, static caches of transformers by their
-# lengths 45, spans of heads and memory that outlives a call 35, tiles where no descriptor can read 35: with those it is
+# lengths 60, spans of heads and memory that outlives a call 35, tiles where no descriptor can read 35: with those it is
 # more than the 23,000 of the design.
 # Two lines in five are docstrings.
 # benchmarks: attention in 8 bits, cuDNN's among it, takes 200, biases, sinks and FlexAttention 140, the steps of
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # beside FlexAttention 360, what else users run (dropout, padding, few queries, float32) 70, ablations 65, outputs of
 # 8 bits like cuDNN's 5.
 # tests: what is tested twice is tested once; a capability brings its own tests. What Triton 3.6 forgets takes 90.
-TOTAL_LINES = {"src/flashtile": 44_100, "extras/flashtile_lab": 6_380, "benchmarks": 5_980, "tests": 37_820}
+TOTAL_LINES = {"src/flashtile": 44_110, "extras/flashtile_lab": 6_380, "benchmarks": 5_980, "tests": 37_820}
 # Of these the total alone is limited: a table of cases is as long as it is, and a test takes all that it is tried with.
 TOTAL_ALONE = ("tests",)
 FILE_LINES = 400

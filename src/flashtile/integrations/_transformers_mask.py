@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -121,12 +121,11 @@ def mask(
     if attention_mask is not None and attention_mask.dim() != 2:
         wanted = "must have 2, (batch, keys), or 4, (batch, heads, queries, keys)"
         raise InvalidInputError("attention_mask", f"has {attention_mask.dim()} dimensions, {wanted}")
-    shared = ranks.current()
+    shared, shape = ranks.current(), (batch_size, 1, q_length, kv_length)
     if shared is not None:
         if attention_mask is not None or isinstance(q_offset, Tensor) or q_offset or q_length != kv_length:
             raise ranks.refuse("attention_mask, or a cache")
         kind = allow_is_causal_skip, allow_is_bidirectional_skip
-        shape = batch_size, 1, q_length, kv_length
         return _shared(shared, mask_function, local_size, kind, shape, config)
     tracing = is_tracing(attention_mask)
 
@@ -135,18 +134,22 @@ def mask(
         given = (batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask)
         return sdpa_mask(*given, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs)
 
-    # So it is in a static cache too, of which transformers does not say it.
+    # What transformers does not say of masks over a static cache, whose filled part stays a number on the device.
     is_causal = mask_function is causal_mask_function and local_size is None
-    if isinstance(q_offset, Tensor):  # a static cache that has been used
-        if is_causal and not kv_offset:
-            length = q_offset + q_length  # each layer raises its own offset in place before it attends
-            filled = LazyMask(lambda: write(length - q_length), (batch_size, 1, q_length, kv_length), True, kv_length)
-            if _is_filled(filled, length, attention_mask, tracing):
-                return filled
+    is_window = not tracing and local_size is not None and _is_causal_window(mask_function)
+    on_device = isinstance(q_offset, Tensor)
+    is_step = is_window and q_length == 1 and not (on_device or allow_is_causal_skip)
+    if (is_causal and on_device and not kv_offset) or (is_step and kv_length <= (local_size or 0)):
+        length = q_offset + q_length - kv_offset  # each layer raises its own offset in place before it attends
+        filled = LazyMask(lambda: write(length - q_length + kv_offset), shape, True, kv_length)
+        keys = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
+        if _is_filled(filled, length, keys, tracing, kwargs.get("device")):
+            return filled
+    if on_device:
         if tracing or not allow_is_causal_skip:
             return write()
         q_offset = int(q_offset)
-    ids, causal = None, allow_is_causal_skip or is_causal
+    ids, causal = None, allow_is_causal_skip or is_causal or is_window
     packed = attention_mask is None and not (causal or allow_is_bidirectional_skip or kwargs.get("use_vmap"))
     if packed:
         packed, ids = _packing(mask_function, local_size, tracing)
@@ -160,8 +163,7 @@ def mask(
     aligned = causal or window is None or q_offset - kv_offset == kv_length - q_length
     if not is_band or not aligned or not 0 < seqlen_k <= kv_length:
         return write()
-
-    found = LazyMask(write, (batch_size, 1, q_length, kv_length), causal, seqlen_k)
+    found = LazyMask(write, shape, causal, seqlen_k)
     found.window, found.chunk, found.packed, found.ids = window, chunk, packed, ids
     if attention_mask is not None:
         keys = attention_mask[:, kv_offset : kv_offset + seqlen_k]
@@ -195,10 +197,14 @@ def _shared(
     return found
 
 
-def _is_filled(causal: LazyMask, length: Tensor, attention_mask: Tensor | None, tracing: bool) -> bool:
+def _is_filled(
+    causal: LazyMask, length: Tensor | int, attention_mask: Tensor | None, tracing: bool, device: Any
+) -> bool:
     """Whether a mask is causal but for padding on the left, over the first ``length`` keys; it is then told these."""
     if torch.is_grad_enabled() or (tracing and attention_mask is not None):
         return False
+    if isinstance(length, int):
+        length = torch.full((), length, device=device)
     causal.lengths = length.to(torch.int32).expand(causal.shape[0]).contiguous()
     # Each step looks at the mask: first whether nothing is padding, which takes few operations.
     if attention_mask is None or (attention_mask.all() & (length <= attention_mask.shape[1])):
@@ -240,12 +246,22 @@ def _starts_a_chunk(chunk: int, kv_offset: int, attention_mask: Any, tracing: bo
 
 def _packing(function: Callable, local_size: int | None, tracing: bool) -> tuple[bool, Tensor | None]:
     """Whether a mask is that of packed sequences, and which one each token belongs to, ``(batch, seqlen)``."""
-    if function.__name__ != "and_mask":  # torch.compile 2.11 cannot compare __qualname__
-        return False, None
     if tracing:  # the function cannot be looked into; nothing but packing joins masks without a size
-        return local_size is None, None
-    parts = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
-    made_by = [part.__qualname__.partition(".")[0] for part in parts]
+        return function.__name__ == "and_mask" and local_size is None, None
+    parts, made_by = _parts(function)
     if made_by != ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
         return False, None
     return True, inspect.getclosurevars(parts[0]).nonlocals["packed_sequence_mask"]
+
+
+def _is_causal_window(function: Callable) -> bool:
+    """Whether a mask is that of ``sliding_window_causal_mask_function``."""
+    return _parts(function)[1] == ["sliding_window_overlay", "causal_mask_function"]
+
+
+def _parts(function: Callable) -> tuple[Sequence[Callable], list[str]]:
+    """The masks of which a mask lets through what all do, and the functions that made them."""
+    if function.__name__ != "and_mask":
+        return (), []
+    parts = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
+    return parts, [part.__qualname__.partition(".")[0] for part in parts]
