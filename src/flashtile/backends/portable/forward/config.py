@@ -34,7 +34,7 @@ _BANDED = {
 }
 _SM_80 = dict.fromkeys((16, 32, 64), Config(128, 64, 4, 3)) | {128: Config(128, 64, 8, 2), 256: Config(64, 32, 4, 2)}
 _FEATURED_SM_80 = dict.fromkeys((16, 32, 64, 128), Config(64, 32, 4, 2))
-# Of 64 columns in smaller tiles: of few keys a tile more would be behind the band's edges.
+# Where tiles meet few keys: of blocks of 128 more would lie outside the band.
 _BANDED_FEW = _BANDED | {64: Config(64, 64, 4, 2, tma=True)}
 _DENSE = {
     32: Config(64, 64, 4, 3, tma=True),
