@@ -270,9 +270,7 @@ def test_generate_compiled(name: str, padding: str) -> None:
 
 @pytest.mark.parametrize("hole", [False, True])
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("mistral", 2), ("gemma3", 2), ("llama4", 0)])
-def test_a_static_cache_is_not_masked_key_by_key(
-    name: str, layers: int, hole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_static_cache_goes_by_lengths(name: str, layers: int, hole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths stay on the device, and keys are split among programs, unless padding is not on the left."""
     model, given = make(name).eval(), inputs(name, "left")
     given["attention_mask"][:, -3] &= not hole
@@ -621,6 +619,10 @@ def test_dropout_in_training_alone() -> None:
     first = run(None, training=True, dropout=0.5)
     torch.manual_seed(0)
     assert not torch.equal(first, plain) and torch.equal(run(None, training=True, dropout=0.5), first)
+    with torch.no_grad():  # calls over a cache drop nothing
+        mask = integration.mask(BATCH, 1, 6, torch.tensor(3))
+        assert isinstance(mask, LazyMask) and torch.equal(run(mask, 1, 6), run(mask.dense(), 1, 6))
+        assert not torch.equal(run(mask, 1, 6, training=True, dropout=0.5), run(mask, 1, 6))
 
 
 def test_deterministic_algorithms_are_passed_on() -> None:

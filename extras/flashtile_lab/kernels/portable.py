@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from flashtile.core.masks import Band
 from flashtile_lab.kernels.build import ARCHS, KernelBuild, kernel_builds
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
+_WAYS: tuple[Direction, ...] = ("forward", "backward")
+# By kernel, of rows that no descriptor can read, in bytes: see ``portable.config``.
+_MOST_SPILLED = dict.fromkeys(("attention_forward", "attention_backward_dkdv", "attention_backward_dq"), 72)
 
 
 def builds(arch: str) -> list[KernelBuild]:
@@ -49,14 +53,12 @@ def builds(arch: str) -> list[KernelBuild]:
     others.append(_problem(arch, 512, _CAUSAL))
     short = _problem(arch, 256, _CAUSAL, seqlen_q=512, seqlen_k=512)
     small_bias = _problem(arch, 32, _FULL, bias_dtype=torch.bfloat16, bias_grad=True, seqlen_q=384, seqlen_k=384)
-    made = [
-        build
-        for problem in usual + others
-        for direction in ("forward", "backward")
-        for build in builds_of(problem, direction)
-    ]
+    made = [build for problem in usual + others for direction in _WAYS for build in builds_of(problem, direction)]
     made += builds_of(small_bias, "backward")[-1:]  # dq, which adds to dbias
     made += _adding_builds(arch) + builds_of(short, "forward") + decode.builds("portable", capability)
+    if arch == "sm_90a":  # rows that no descriptor can read
+        for problem in (_problem(arch, dim, _CAUSAL) for dim in (90, 60, 124)):
+            made += [build for way in _WAYS for build in builds_of(problem, way, _MOST_SPILLED)]
     made += rounding
     return made + _quantized(arch) if (capability or (0, 0)) >= (8, 9) else made
 
@@ -86,10 +88,12 @@ def _adding_builds(arch: str) -> list[KernelBuild]:
     return made
 
 
-def builds_of(problem: Problem, direction: Direction) -> list[KernelBuild]:
+def builds_of(
+    problem: Problem, direction: Direction, spill_limits: Mapping[str, int] | None = None
+) -> list[KernelBuild]:
     """The builds of a direction of one problem."""
     tensors = described_quantized(problem) if direction == "quantized" else described_tensors(problem)
-    return kernel_builds("portable", direction, problem, launches(problem, tensors, direction))
+    return kernel_builds("portable", direction, problem, launches(problem, tensors, direction), spill_limits)
 
 
 def _problem(arch: str, head_dim: int, band: Band, **values: Any) -> Problem:

@@ -134,16 +134,16 @@ def mask(
         given = (batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask)
         return sdpa_mask(*given, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs)
 
-    # What transformers does not say of masks over a static cache, whose filled part stays a number on the device.
+    # Of a static cache's masks transformers does not say by a flag that they are causal, but their functions do.
     is_causal = mask_function is causal_mask_function and local_size is None
-    is_window = not tracing and local_size is not None and _is_causal_window(mask_function)
+    is_window = not (allow_is_causal_skip or tracing or local_size is None) and _is_causal_window(mask_function)
     on_device = isinstance(q_offset, Tensor)
-    is_step = is_window and q_length == 1 and not (on_device or allow_is_causal_skip)
-    if (is_causal and on_device and not kv_offset) or (is_step and kv_length <= (local_size or 0)):
+    # A single query sees all of a window. How much of the cache is filled stays on the device, for CUDA graphs.
+    is_step = is_window and q_length == 1 and not on_device and kv_length <= (local_size or 0)
+    if is_step or (is_causal and on_device and not kv_offset):
         length = q_offset + q_length - kv_offset  # each layer raises its own offset in place before it attends
         filled = LazyMask(lambda: write(length - q_length + kv_offset), shape, True, kv_length)
-        keys = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
-        if _is_filled(filled, length, keys, tracing, kwargs.get("device")):
+        if _is_filled(filled, length, attention_mask, kv_offset, kwargs.get("device")):
             return filled
     if on_device:
         if tracing or not allow_is_causal_skip:
@@ -197,22 +197,23 @@ def _shared(
     return found
 
 
-def _is_filled(
-    causal: LazyMask, length: Tensor | int, attention_mask: Tensor | None, tracing: bool, device: Any
-) -> bool:
-    """Whether a mask is causal but for padding on the left, over the first ``length`` keys; it is then told these."""
-    if torch.is_grad_enabled() or (tracing and attention_mask is not None):
+def _is_filled(causal: LazyMask, length: Tensor | int, attention_mask: Tensor | None, first: int, device: Any) -> bool:
+    """Whether a mask is causal over ``length`` keys from ``first`` on but for padding on the left; then it says so."""
+    if torch.is_grad_enabled() or (attention_mask is not None and is_tracing(attention_mask)):
         return False
     if isinstance(length, int):
         length = torch.full((), length, device=device)
     causal.lengths = length.to(torch.int32).expand(causal.shape[0]).contiguous()
-    # Each step looks at the mask: first whether nothing is padding, which takes few operations.
-    if attention_mask is None or (attention_mask.all() & (length <= attention_mask.shape[1])):
+    if attention_mask is None:
         return True
-    keys = torch.arange(attention_mask.shape[1], dtype=torch.int32, device=attention_mask.device)
-    causal.leftpad = attention_mask.int().argmax(1).int()
-    kept = attention_mask | (keys >= causal.lengths[:, None])
-    return bool((kept == (keys >= causal.leftpad[:, None])).all() & (length <= len(keys)))
+    seen = attention_mask[:, first : first + causal.shape[3]]
+    # Each step looks at the mask: first whether nothing is padding, which takes few operations.
+    if seen.all() & (length <= seen.shape[1]):
+        return True
+    keys = torch.arange(seen.shape[1], dtype=torch.int32, device=seen.device)
+    causal.leftpad = seen.int().argmax(1).int()
+    seen_or_behind = seen | (keys >= causal.lengths[:, None])
+    return bool((seen_or_behind == (keys >= causal.leftpad[:, None])).all() & (length <= len(keys)))
 
 
 def _band(

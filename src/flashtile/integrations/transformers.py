@@ -162,13 +162,12 @@ def attention(
         if tuple(lazy.shape[2:]) != (q.shape[1], k.shape[1]):
             shape = f"{q.shape[1]} queries and {k.shape[1]} keys"
             raise InvalidInputError("attention_mask", f"has shape {tuple(lazy.shape)}, but the layer has {shape}")
-        if lazy.lengths is not None and bounds is None and bias is None and not torch.is_grad_enabled():
+        takes_more = bounds is not None or bias is not None or options["dropout_p"] or torch.is_grad_enabled()
+        if lazy.lengths is not None and not takes_more:
             return _over_cache(q, k, v, lazy, options), None
         bounds = bounds or lazy.bounds()
-        fits = bias is None and lazy.keys is None and lazy.seqlen_k == k.shape[1]
-        if lazy.lengths is not None:
-            written = lazy.dense()
-        elif bounds is None and not lazy.packed:
+        fits = bias is lazy.keys is lazy.lengths is None and lazy.seqlen_k == k.shape[1]
+        if bounds is None and not lazy.packed and lazy.lengths is None:
             if lazy.seqlen_k < k.shape[1]:
                 k, v = k[:, : lazy.seqlen_k], v[:, : lazy.seqlen_k]
                 bias = None if bias is None else bias[..., : lazy.seqlen_k]
@@ -194,7 +193,7 @@ def attention(
 
 
 def _over_cache(q: Tensor, k: Tensor, v: Tensor, lazy: LazyMask, options: dict[str, Any]) -> Tensor:
-    """A layer's attention over a static cache, which is not full."""
+    """A layer's attention over the filled part of a static cache."""
     calls.serve()
     over: dict[str, Any] = {name: options[name] for name in ("softmax_scale", "softcap", "sinks")}
     over |= {"cache_seqlens": lazy.lengths, "cache_leftpad": lazy.leftpad}

@@ -15,6 +15,7 @@ from flashtile.backends.portable.forward import config as forward
 from flashtile.backends.portable.quantized import config as quantized
 from flashtile.call.problem import Problem, SequenceLayout
 from flashtile.core.masks import Band
+from flashtile_lab.kernels import report
 from flashtile_lab.kernels.portable import builds
 from tests.cases import Case, build
 
@@ -156,6 +157,16 @@ def test_unaligned_tensors_get_no_descriptors() -> None:
     assert _choose(_problem(64), "forward", "sm_90").tma
     assert not _choose(_problem(64, aligned=False), "forward", "sm_90").tma
     assert not _choose(_problem(20), "forward", "sm_90").tma
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("head_dim", [90, 60, 124])
+def test_tiles_where_no_descriptor_can_read_spill_little(head_dim: int) -> None:
+    made = [job for job in report.jobs("sm_90a", "portable") if f"head_dim={head_dim} " in job.label]
+    assert len(made) == 4
+    for outcome in report.run(made, workers=1):
+        assert outcome.report is not None and not outcome.problems, outcome.problems
+        assert outcome.report.spill_limit == (None if "prepare_rows" in outcome.job.label else 72)
 
 
 def test_describe_names_the_tiles() -> None:

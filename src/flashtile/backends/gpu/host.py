@@ -332,25 +332,22 @@ def like_floats(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 @functools.cache
 def _a_float(device: torch.device) -> Tensor:
-    return kept(0, torch.float32, device)
+    return kept((), torch.float32, device)
 
 
-def kept(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that outlive a call; one element without dimensions for a count of 0.
+def kept(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that outlive the call that makes them.
 
-    Another thread makes them: what a call within ``torch.compile(mode="reduce-overhead")`` allocates, in its warm-up
-    too, is memory of a CUDA graph, which fails if it finds there what is alive and no output.
+    Another thread allocates them: what a call within ``torch.compile(mode="reduce-overhead")`` allocates, in its
+    warm-up too, is memory of a CUDA graph, which fails if it finds something alive there that is no output.
     """
-
-    def make() -> Tensor:
-        made = torch.zeros((count,) if count else (), dtype=dtype, device=device)
-        torch.cuda.current_stream(device).synchronize()
-        return made
-
+    zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
     if device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():
-        return torch.zeros((count,) if count else (), dtype=dtype, device=device)
+        return zeros()
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(make).result()
+        made: Tensor = pool.submit(zeros).result()
+    torch.cuda.default_stream(device).synchronize()  # that thread's, for which the call's own does not wait
+    return made
 
 
 def interpret(launch: Launch) -> None:

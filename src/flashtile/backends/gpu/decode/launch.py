@@ -164,11 +164,11 @@ def zeros(device: torch.device, count: int) -> Tensor:
         _spare[device] = spare[-(-count // 4) * 4 :]
         return spare[:count]
     if spare is None or len(spare) < _CHUNK // 2:
-        _chunks.append(kept(_CHUNK, torch.int32, device))
+        _chunks.append(kept((_CHUNK,), torch.int32, device))
         _spare[device] = _chunks[-1]
     counters = _counters.get((device, stream))
     if counters is None or len(counters) < count:
-        counters = _counters[device, stream] = kept(max(count, 4096), torch.int32, device)
+        counters = _counters[device, stream] = kept((max(count, 4096),), torch.int32, device)
     return counters
 
 

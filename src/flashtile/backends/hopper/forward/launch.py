@@ -238,7 +238,7 @@ def counter(device: torch.device) -> Tensor:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
     found = _counters.get((device.index, stream))
     if found is None:
-        found = _counters[device.index, stream] = kept(0, torch.int32, device)
+        found = _counters[device.index, stream] = kept((), torch.int32, device)
     return found
 
 
