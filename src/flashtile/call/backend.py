@@ -231,7 +231,8 @@ class Forward(Protocol):
     Returns:
         out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``, in
             ``problem.out_dtype``, q's or float32, contiguous.
-        lse: ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys.
+        lse: ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys. Of a
+            problem with ``large_scores`` in parts, as ``core.states.in_parts`` makes them; a partial's too.
     """
 
     def __call__(
@@ -244,7 +245,8 @@ class Backward(Protocol):
     """The plan of a backward: computes gradients from the forward's tensors and results, of any backend.
 
     out and lse are those of all keys of the rows, also where the call has some of them: then what it computes is
-    these keys' share of dq, and all of their dk and dv. out and dout are in q's dtype; dlse is None for zero.
+    these keys' share of dq, and all of their dk and dv. out and dout are in q's dtype; dlse is None for zero. lse has
+    the shape in which the forward returns it, dlse never the dimension of its parts.
 
     A plan of a problem whose ``grad_dtype`` is that of lse takes ``sums``: dq, dk and dv in that dtype, contiguous, on
     16 bytes, those that ``problem.grads`` requests. It adds to them in place and returns them. Every element is added

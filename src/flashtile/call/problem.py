@@ -206,6 +206,8 @@ class Problem:
     score_function = _Short(lambda p: p.score_mod.function, "score_mod.function")
     mask_function = _Short(lambda p: p.mask_mod.function, "mask_mod.function")
     operand_grad = _Short(lambda p: any(p.grads.operands))
+    # Whether a bias or a function may make scores beside which the log of a count is lost in lse's dtype: see lse_shape.
+    large_scores = _Short(lambda p: p.bias_dtype is not None or p.score_function is not None)
 
     @property
     def tiny(self) -> bool:
@@ -225,8 +227,12 @@ class Problem:
         return replace(self, **fields)
 
     def lse_shape(self, q: Tensor) -> tuple[int, ...]:
-        """Shape of lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)`` with total_q from q."""
-        return (q.shape[1], q.shape[0]) if self.varlen else (q.shape[0], q.shape[2], q.shape[1])
+        """Shape of lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)`` with total_q from q.
+
+        With ``large_scores`` a last dimension of 2 follows, the parts of ``core.states.in_parts``.
+        """
+        rows = (q.shape[1], q.shape[0]) if self.varlen else (q.shape[0], q.shape[2], q.shape[1])
+        return (*rows, 2) if self.large_scores else rows
 
     @classmethod
     def of(cls, tensors: Tensors, options: Options) -> Problem:

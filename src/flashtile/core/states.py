@@ -31,24 +31,51 @@ class Partial:
             raise ValueError("a partial result must be contiguous")
 
 
+def in_parts(top: Tensor, log_sum: Tensor) -> Tensor:
+    """``top + log_sum`` as two numbers of their dtype, in a new last dimension: the sum rounded, and what that lost.
+
+    A float32 near 1e9 cannot hold the log of a count, so rows whose scores are all so large need both: a probability is
+    ``exp((score - lse[..., 0]) - lse[..., 1])``, whose first difference is exact for scores near the maximum.
+
+    Args:
+        top: ``(..., rows)``, the largest score of each row, -inf for a row without keys.
+        log_sum: ``(..., rows)``, natural log of the row's sum of ``exp(score - top)``; any number for a row without keys.
+
+    Returns:
+        ``(..., rows, 2)``; (-inf, 0) for a row without keys.
+    """
+    empty = top == -torch.inf
+    log_sum = torch.where(empty, 0.0, log_sum)
+    lse = top + log_sum
+    return torch.stack([lse, torch.where(empty, 0.0, log_sum - (lse - top))], dim=-1)
+
+
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merges the states of two disjoint sets of keys; (0, -inf) is the empty state. Differentiable in all four.
 
     Args:
         out_a: ``(..., rows, head_dim_v)``.
-        lse_a: ``(..., rows)``, natural log.
+        lse_a: ``(..., rows)``, natural log, or ``(..., rows, 2)``, ``in_parts``.
         out_b: Like out_a.
         lse_b: Like lse_a.
 
     Returns:
         out in the wider dtype of out_a and lse_a, and lse.
     """
-    empty = torch.maximum(lse_a, lse_b) == -torch.inf
-    # Where both are empty, both lse are set to 0 first: -inf - -inf is NaN, and so is its gradient.
-    lse_a, lse_b = (torch.where(empty, 0.0, lse) for lse in (lse_a, lse_b))
-    lse = torch.logaddexp(lse_a, lse_b)
-    out = _share(out_a, lse_a, lse, empty) + _share(out_b, lse_b, lse, empty)
-    return out, torch.where(empty, -torch.inf, lse)
+    has_parts = lse_a.dim() == out_a.dim()
+    (lse_a, rest_a), (lse_b, rest_b) = (x.unbind(-1) if has_parts else (x, 0.0) for x in (lse_a, lse_b))
+    top = torch.maximum(lse_a, lse_b)
+    empty = top == -torch.inf
+    # Where both are empty, -inf - -inf would be NaN, and so would its gradient.
+    top, lse_a, lse_b = (torch.where(empty, 0.0, x) for x in (top, lse_a, lse_b))
+    top = top.detach()
+    weight_a, weight_b = torch.exp(lse_a - top + rest_a), torch.exp(lse_b - top + rest_b)
+    total = weight_a + weight_b
+    # Weights that add up to 1, also where lse of both lost the log of their counts.
+    out = _share(out_a, weight_a / total, empty) + _share(out_b, weight_b / total, empty)
+    if has_parts:
+        return out, in_parts(torch.where(empty, -torch.inf, top), torch.log(total))
+    return out, torch.where(empty, -torch.inf, top + torch.log(total))
 
 
 def joined(partial: Partial, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +101,7 @@ def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(probs * delta).sum(dim=(0, 2))
 
 
-def _share(part: Tensor, part_lse: Tensor, lse: Tensor, empty: Tensor) -> Tensor:
+def _share(part: Tensor, weight: Tensor, empty: Tensor) -> Tensor:
     """One state's term of the merged output; an empty state's is 0 whatever out contains, and so is its gradient."""
-    weight = torch.where(empty, 0.0, torch.exp(part_lse - lse))[..., None]
+    weight = torch.where(empty, 0.0, weight)[..., None]
     return torch.where(weight == 0, 0.0, part) * weight
