@@ -303,7 +303,7 @@ def _run(
         if torch.is_grad_enabled() and wanting:
             raise InvalidInputError("out", f"is given, but {wanting[0]} requires grad: use torch.no_grad()")
         out, lse = into, ops_into.attend(ops_into.IntoTensors(**vars(tensors), out=into), options)
-    return (out, lse) if return_lse else out
+    return (out, states.in_one(lse, out)) if return_lse else out
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

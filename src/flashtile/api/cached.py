@@ -15,6 +15,7 @@ from flashtile.call.arguments import check_tensor
 from flashtile.call.cached_arguments import CacheTensors, read, tree_words
 from flashtile.call.cached_problem import check_apart, check_length, problem_of
 from flashtile.core.errors import InvalidInputError, shown
+from flashtile.core.states import in_one
 from flashtile.masks import Intervals
 from flashtile.ops import cached as ops
 
@@ -178,7 +179,7 @@ def attention_with_kvcache(
         problem_of(tensors, options)
         check_apart(tensors)
     lse = ops.attend(tensors, options)
-    return (tensors.out, lse) if return_lse else tensors.out
+    return (tensors.out, in_one(lse, tensors.out)) if return_lse else tensors.out
 
 
 def causality(causal: Any) -> tuple[Any, Tensor | None]:

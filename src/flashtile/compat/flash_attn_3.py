@@ -231,10 +231,13 @@ def flash_attn_combine(
     if out is not None and out.dtype != dtype:
         raise InvalidInputError("out", f"dtype is {out.dtype}, but out_dtype is {dtype}")
     wide = torch.promote_types(torch.promote_types(out_partial.dtype, lse_partial.dtype), torch.float32)
-    empty = out_partial.new_zeros(rows, dtype=wide), out_partial.new_full(rows[:-1], -torch.inf, dtype=wide)
-    splits = zip(out_partial.to(wide), lse_partial.to(wide), strict=True)
-    merged, lse = functools.reduce(lambda a, b: states.merge(*a, *b), splits, empty)
-    return merged.to(dtype) if out is None else out.copy_(merged), lse
+    out_partial, lse_partial = out_partial.to(wide), lse_partial.to(wide)
+    # In parts, beside a large lse too the number of splits that have been merged is known.
+    lse_partial = states.in_parts(lse_partial, torch.zeros_like(lse_partial))
+    nothing = out_partial.new_full(rows[:-1], -torch.inf)
+    empty = out_partial.new_zeros(rows), states.in_parts(nothing, nothing)
+    merged, lse = functools.reduce(lambda a, b: states.merge(*a, *b), zip(out_partial, lse_partial, strict=True), empty)
+    return merged.to(dtype) if out is None else out.copy_(merged), states.in_one(lse, merged)
 
 
 def flash_attn_with_kvcache(

@@ -19,7 +19,8 @@ class Partial:
     Attributes:
         out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``; float32 (float64
             for float64 inputs), contiguous, on 16 bytes, as new tensors are.
-        lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)``; the same, natural log.
+        lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)``; the same, natural log; of a problem with
+            ``large_scores`` ``in_parts``.
     """
 
     out: Tensor
@@ -48,6 +49,11 @@ def in_parts(top: Tensor, log_sum: Tensor) -> Tensor:
     log_sum = torch.where(empty, 0.0, log_sum)
     lse = top + log_sum
     return torch.stack([lse, torch.where(empty, 0.0, log_sum - (lse - top))], dim=-1)
+
+
+def in_one(lse: Tensor, out: Tensor) -> Tensor:
+    """lse of the rows of out, or its gradient, without the second of its parts if it has them; contiguous then."""
+    return lse[..., 0].contiguous() if lse.dim() == out.dim() else lse
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,16 +95,16 @@ def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
     Args:
         sinks: ``(num_heads_q,)``.
-        lse: ``(batch, num_heads_q, rows)`` or ``(num_heads_q, rows)``, sinks included.
-        delta: Of lse's shape and dtype, ``rowsum(dout * out) - dlse``.
+        lse: ``(batch, num_heads_q, rows)`` or ``(num_heads_q, rows)``, sinks included; or the same ``in_parts``.
+        delta: ``(batch, num_heads_q, rows)`` or ``(num_heads_q, rows)`` in lse's dtype, ``rowsum(dout * out) - dlse``.
 
     Returns:
         ``(num_heads_q,)`` in lse's dtype.
     """
-    if lse.dim() == 2:
-        lse, delta = lse[None], delta[None]
-    probs = torch.exp(sinks.to(lse.dtype)[:, None] - torch.where(lse == -torch.inf, torch.inf, lse))
-    return -(probs * delta).sum(dim=(0, 2))
+    lse, rest = lse.unbind(-1) if lse.dim() > delta.dim() else (lse, 0.0)
+    probs = torch.exp(sinks.to(lse.dtype)[:, None] - torch.where(lse == -torch.inf, torch.inf, lse) - rest)
+    found = -(probs * delta).sum(dim=-1)
+    return found if found.dim() == 1 else found.sum(dim=0)
 
 
 def _share(part: Tensor, weight: Tensor, empty: Tensor) -> Tensor:

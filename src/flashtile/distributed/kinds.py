@@ -15,7 +15,7 @@ from flashtile.call.backend import directions_of
 from flashtile.call.problem import Problem
 from flashtile.core import settings
 from flashtile.core.errors import ExchangeError, InvalidInputError, UnsupportedError
-from flashtile.core.states import sinks_gradient
+from flashtile.core.states import in_one, sinks_gradient
 from flashtile.distributed.copies import Copies, may_copy, reach
 from flashtile.distributed.exchange import Line, Messages, add_up, agree, any_of, refuse_differences, shortened
 from flashtile.distributed.heads import Heads
@@ -264,7 +264,7 @@ class Kind:
             lengths_q, lengths_k, ring.size, ring.rank, layout, spec.band, batch=batch, origins=_needs_places(spec, t),
             whole=most is not None, intervals=spec.intervals,
         )  # fmt: skip
-        part = Part(problem.num_heads_q, self._some.start, _tells_origins(spec, t))
+        part = Part(problem.num_heads_q, self._some.start, _tells_origins(spec, t), problem.large_scores)
         messages: Messages | Copies = Messages(ring)
         if copies and ring.size > 1 and spec.comm != "allgather":
             messages = _messages(spec, ring, problem, each, shard_length(sum(lengths_k), ring.size, 0) * batch, t.q)
@@ -296,11 +296,11 @@ class Kind:
         inner = with_(t, q=q, k=k.contiguous(), v=v.contiguous(), alibi_slopes=slopes, sinks=None, **self._pairs(t))
         out, lse = self._steps.forward(inner, sinks)
         saved = saved_of(out, lse, sinks, inner)
-        out_here, lse_here = out, lse
+        out_here, lse_here = out, in_one(lse, out) if self.spec.with_lse else None
         if self._heads is not None:
             out_here = self._heads[0].join(out)
-            lse_here = self._heads[0].join(lse.t()[..., None])[..., 0].t() if self.spec.with_lse else lse
-        return self._like_q(out_here, t.q), self._lse_like_q(lse_here, t.q) if self.spec.with_lse else None, saved
+            lse_here = None if lse_here is None else self._heads[0].join(lse_here.t()[..., None])[..., 0].t()
+        return self._like_q(out_here, t.q), None if lse_here is None else self._lse_like_q(lse_here, t.q), saved
 
     def _pairs(self, t: Tensors) -> dict[str, Any]:
         """Masks and biases of this rank's heads."""

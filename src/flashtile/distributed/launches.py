@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile.call.arguments import Grads, Options, Tensors
 from flashtile.call.backend import Backward, Chain, Forward, Gradients
 from flashtile.call.problem import Problem
-from flashtile.core.states import Partial
+from flashtile.core.states import Partial, in_parts
 from flashtile.distributed.calls import Call
 from flashtile.distributed.plan import Plan, Step
 from flashtile.distributed.ring import Share
@@ -31,11 +31,13 @@ class Part(NamedTuple):
         heads: Query heads of the whole.
         first_head: The first of this rank's.
         with_origins: Whether kernels are told where sequences lie in the whole.
+        large_scores: ``Problem.large_scores``.
     """
 
     heads: int
     first_head: int
     with_origins: bool = True
+    large_scores: bool = False
 
 
 class OfRows(NamedTuple):
@@ -335,12 +337,15 @@ class Running:
         share: Which rows, and which of the rank's own keys they see.
         sinks: Of each head, a key whose value is 0.
         into: What gets the rows' out.
+        large_scores: ``Problem.large_scores``.
     """
 
-    def __init__(self, t: Tensors, share: Share, sinks: Tensor | None, into: Tensor | None) -> None:
-        self._t = some_of(t, share.rows, share.keys)
+    def __init__(
+        self, t: Tensors, share: Share, sinks: Tensor | None, into: Tensor | None, large_scores: bool
+    ) -> None:
+        self._t, self._large_scores = some_of(t, share.rows, share.keys), large_scores
         self._into = None if into is None else into[slice(*share.rows)]
-        self._state = None if sinks is None else _start(self._t, sinks)
+        self._state = None if sinks is None else self._start(sinks)
 
     def add(self, launches: Iterable[CallPlan], keys: Keys | None = None) -> None:
         """Merges the results of calls, over the own keys if no others are given."""
@@ -349,17 +354,18 @@ class Running:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Out in q's dtype, and lse."""
-        state = self._state or _start(self._t, None)
+        state = self._state or self._start(None)
         out = state.out.to(self._t.q.dtype)
         if self._into is not None and out.data_ptr() != self._into.data_ptr():
             self._into.copy_(out)
         return out, state.lse
 
 
-def _start(t: Tensors, sinks: Tensor | None) -> Partial:
-    """The state before any key."""
-    dtype, rows = wide(t), t.q.shape[0]
-    out = t.q.new_zeros((*t.q.shape[:2], t.v.shape[2]), dtype=dtype)
-    if sinks is None:
-        return Partial(out, t.q.new_full((t.q.shape[1], rows), -torch.inf, dtype=dtype))
-    return Partial(out, sinks.to(dtype)[:, None].repeat(1, rows))
+    def _start(self, sinks: Tensor | None) -> Partial:
+        """The state before any key."""
+        t, dtype = self._t, wide(self._t)
+        out = t.q.new_zeros((*t.q.shape[:2], t.v.shape[2]), dtype=dtype)
+        lse = t.q.new_full((t.q.shape[1], t.q.shape[0]), -torch.inf, dtype=dtype)
+        if sinks is not None:
+            lse.copy_(sinks[:, None])
+        return Partial(out, in_parts(lse, torch.zeros_like(lse)) if self._large_scores else lse)

@@ -57,7 +57,7 @@ class Steps:
     ) -> None:
         self._line, self._rank, self._grads, self._messages = line, plan.rank, options.grads, messages
         self._own = own = plan.own
-        self._rounds = rounds
+        self._rounds, self._large_scores = rounds, part.large_scores
         # Shards in a gathered tensor start on 16 bytes, whatever their width.
         self._most_keys = None if most_keys is None else -(-most_keys // 8) * 8
         # Of each step in which sums come home, which keys they are.
@@ -121,7 +121,7 @@ class Steps:
         own = self._own
         shares = [each for each in (own.late, own.rest) if each.rows[0] < each.rows[1]]
         into = t.q.new_empty((*t.q.shape[:2], t.v.shape[2])) if len(shares) > 1 else None
-        parts = [(each, Running(t, each, sinks, into)) for each in shares or [own.late]]
+        parts = [(each, Running(t, each, sinks, into, self._large_scores)) for each in shares or [own.late]]
         for stage, keys in self._coming(t):
             for share, running in parts:
                 if share is own.late:

@@ -26,6 +26,7 @@ from flashtile.call.arguments import (
 from flashtile.call.backend import Given, Plan
 from flashtile.call.problem import Problem, check_values
 from flashtile.core import settings
+from flashtile.core.states import in_one
 from flashtile.ops import flops, plans
 from flashtile.ops.operation import Kind, Operation, is_watched
 from flashtile.ops.plans import layout
@@ -40,7 +41,8 @@ def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tupl
         with_lse: Whether the caller uses lse; if not, autograd does not track it.
 
     Returns:
-        out and lse, as in ``call.backend.Forward``; without ``with_lse`` lse may be None.
+        out and lse, as in ``call.backend.Forward``, whose parts ``states.in_one`` takes apart; without ``with_lse``
+        lse may be None.
     """
     found: Any
     if is_watched(tensors.q, tensors.k, tensors.v):
@@ -230,7 +232,7 @@ def _jvp(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _jvp_fake(*args: Any) -> tuple[Tensor, Tensor]:
     out, lse = args[5:7]
-    return out.new_empty(out.shape), lse.new_empty(lse.shape)
+    return out.new_empty(out.shape), lse.new_empty(lse.shape[: out.dim() - 1])
 
 
 class _Attention(torch.autograd.Function):
@@ -253,6 +255,7 @@ class _Attention(torch.autograd.Function):
         tensors = of_flat((q, k, v, *others), ctx.numbers) if others else Tensors(q, k, v)
         watched = torch.is_grad_enabled() or is_watched(q, k, v) or _is_special(dout) or _is_special(dlse)
         dout = torch.zeros_like(out) if dout is None else dout
+        dlse = None if dlse is None else in_one(dlse, out)
         if watched:
             grads = watched_gradients(kind.options, tensors, out, lse, dout, dlse)
         else:

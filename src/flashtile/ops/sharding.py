@@ -46,7 +46,8 @@ class _Call:
         self.packed, self.mesh = q.ndim == 3, q.mesh
         self.heads_q, self.heads_kv = q.shape[-2], k.shape[-2]
         shapes = {name: tuple(x.shape) for name, x in given.items() if hasattr(x, "placements")}
-        self.shapes = {"out": tuple(q.shape), "lse": tuple(q.shape[:-1]), **shapes}
+        # Of lse the dimensions that its gradient has too.
+        self.shapes = {"out": tuple(q.shape), **shapes, "lse": tuple(q.shape[:-1])}
 
     def ways(self) -> list[str]:
         """What may be sharded."""

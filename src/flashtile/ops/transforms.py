@@ -23,6 +23,7 @@ from flashtile.call.arguments import (
     grads_of,
 )
 from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.core.states import in_one
 from flashtile.ops import operation
 from flashtile.ops import operators as ops
 from flashtile.ops.operation import LIBRARY, Operator
@@ -61,6 +62,7 @@ class _Reverse(torch.autograd.Function):
         *inputs, out, lse = ctx.saved_tensors
         options = dataclasses.replace(ctx.options, grads=grads_of("grads", ctx.needs_input_grad[3:]))
         dout = torch.zeros_like(out) if dout is None else dout
+        dlse = None if dlse is None else in_one(dlse, out)
         t = ops.of_flat(inputs, ctx.numbers)
         return None, None, None, *ops.watched_gradients(options, t, out, lse, dout, dlse)
 
@@ -106,6 +108,8 @@ def _forward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     if of["operands"] is not None:
         raise UnsupportedError("score_mod: no forward-mode derivative of the tensors that it captures")
     dout, dlse = ops.JVP.overload(*(of[name] for name in GRADIENTS), out, lse, *primals)
+    if lse.dim() == out.dim():  # what rounding lse lost has no derivative
+        dlse = torch.stack([dlse, torch.zeros_like(dlse)], dim=-1)
     return forward_ad.make_dual(out, dout, level=0), forward_ad.make_dual(lse, dlse, level=0)
 
 
