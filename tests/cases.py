@@ -35,6 +35,7 @@ class Case:
     of the shapes of mask and bias are left out. ``wanted`` names what alone requires a gradient, by first letters; None
     for all that have one. ``dout`` says how out's gradient lies in memory. ``out``: a packed call is given one, "whole"
     or a "part" of a wider tensor; nothing requires a gradient then. ``intervals`` is a kind of ``tests.intervals``.
+    ``large``: what the bias is for some pairs and for whole rows, a number, or "min" or "max", its dtype's.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Case:
     dout: str = "contiguous"
     chunk: int | None = None
     intervals: str = ""
+    large: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -111,6 +113,10 @@ _FEATURES = (
     Case("bias_rows", bias="hq"),
     Case("bias_scalar", bias=""),
     Case("bias_constant", bias="hqk", bias_grad=False),
+    Case("bias_large", bias="hqk", large="min", kv_heads=1, lse_grad=True),
+    Case("bias_large_float", bias="bqk", bias_float=True, large="min", causal=True, seqlen_k=150, dropout=0.2),
+    Case("bias_large_1e9", bias="bqk", bias_float=True, large="-1e9", window=(30, 30), seqlen_k=61),
+    Case("bias_large_max", bias="bhqk", large="max", softcap=3.0, head_dim_v=24, alibi="h", bias_grad=False),
     Case("sinks", sinks=True),
     Case("sinks_causal", sinks=True, causal=True, seqlen_q=41),
     Case("dropout", dropout=0.3),
@@ -175,6 +181,7 @@ _PACKED = (
     Case("varlen_spare", lengths=((8, 8), (15, 15)), spare=5, causal=True, sinks=True, lse_grad=True),
     Case("varlen_features", lengths=((13, 21), (30, 18)), alibi="bh", softcap=4.0, bias="bhqk", mask="bqk", dropout=0.2,
          sinks=True),
+    Case("varlen_bias_large", lengths=((13, 21), (40, 140)), bias="qk", large="-3e5", kv_heads=1),
     Case("varlen_bias_shared", lengths=((13, 21), (21, 13)), bias="hqk", causal=True),
 )  # fmt: skip
 
@@ -272,6 +279,8 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
     if case.bias is not None:
         bias_dtype = torch.float32 if case.bias_float else dtype
         bias = normal(*(sizes[x] if x in case.bias else 1 for x in "bhqk"), dtype=bias_dtype)
+        if case.large:
+            bias = _with_large(bias, case.large, make)
         keywords["attn_bias"] = (_trimmed(bias) if case.trimmed else bias).detach()
         if case.bias_grad:
             leaves["bias"] = keywords["attn_bias"].requires_grad_()
@@ -312,6 +321,14 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
         mirrored=made.mirrored,
     ).but(grads=Grads(*(name in leaves for name in ("q", "k", "v", "bias", "sinks"))))
     return Call(case, problem, tensors, keywords, leaves)
+
+
+def _with_large(bias: Tensor, number: str, make: torch.Generator | None) -> Tensor:
+    """The bias with a number, if its dtype has it, for a third of the pairs and of the rows."""
+    limits = torch.finfo(bias.dtype)
+    value = {"min": limits.min, "max": limits.max}.get(number) or max(float(number), limits.min)
+    pairs, rows = (torch.rand(shape, generator=make, device=bias.device) for shape in (bias.shape, bias.shape[:-1]))
+    return bias.masked_fill((pairs < 0.3) | (rows < 0.3)[..., None], value)
 
 
 def _trimmed(x: Tensor) -> Tensor:

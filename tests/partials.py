@@ -80,6 +80,13 @@ def piece(call: Call, start: int | None, stop: int, *, has_sinks: bool) -> tuple
     return made, t
 
 
+def lse_as(problem: Problem, out: Tensor, lse: Tensor) -> Tensor:
+    """lse of the rows of out as plans of this problem have it: in parts or not."""
+    if (lse.dim() == out.dim()) == problem.large_scores:
+        return lse
+    return torch.stack([lse, torch.zeros_like(lse)], dim=-1) if problem.large_scores else lse[..., 0].contiguous()
+
+
 def judge_chain(
     backend: Backend,
     case: Case,
@@ -104,13 +111,14 @@ def judge_chain(
     partial: Partial | None = None
     for n, (start, stop) in enumerate(itertools.pairwise(edges)):
         problem, tensors = piece(call, start, stop, has_sinks=n == 1)
-        before = partial
+        before = partial and Partial(partial.out, lse_as(problem, partial.out, partial.lse))
         out, lse = backend.plan("forward", problem.but(out_dtype=torch.float32), tensors)(tensors, before)
         assert out.dtype == lse.dtype == torch.float32 and out.is_contiguous()
         # What an empty state's out contains is nobody's business.
-        is_empty = (lse == -torch.inf).transpose(-1, -2)[..., None]
+        one = lse_as(call.problem.but(bias_dtype=None, score_function=None), out, lse)
+        is_empty = (one == -torch.inf).transpose(-1, -2)[..., None]
         partial = Partial(torch.where(is_empty, torch.nan, out).contiguous(), lse)
-    assert_forward_right(call, out, lse)
+    assert_forward_right(call, out, one)
     short, short_lse = backend.plan("forward", problem, tensors)(tensors, before)
     assert short.dtype == dtype
     if exact:

@@ -13,7 +13,7 @@ from flashtile.call.backend import Backend, Gradients
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Band
 from tests.cases import Case, assert_right, build
-from tests.partials import key_places, piece
+from tests.partials import key_places, lse_as, piece
 
 _NAMES = ("dq", "dk", "dv")
 # Of the largest number: a unit in float32's last place, and what float32 sums in another order may differ by.
@@ -58,7 +58,8 @@ def judge_sums(
     t = replace(call.tensors, **{name: x.detach() for name, x in vars(call.tensors).items() if x is not None})
     problem = call.problem.but(deterministic=deterministic, bias_grad=False)
     out, lse = backend.plan("forward", problem, t)(t)
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse) if case.lse_grad else None
+    one = lse_as(problem.but(bias_dtype=None, score_function=None), out, lse)
+    dout, dlse = torch.randn_like(out), torch.randn_like(one) if case.lse_grad else None
     saved = out, lse, dout, dlse
     whole = _float32(backend, problem, t, saved)
     assert_right(call, {name: getattr(whole, name) for name in _NAMES}, dout, dlse)
@@ -67,10 +68,11 @@ def judge_sums(
     for start, stop in itertools.pairwise([None, *cuts, 0]):
         part, tensors = piece(call, start, stop, has_sinks=False)
         part = part.but(needs_grad=True, deterministic=deterministic)
-        alone = _float32(backend, part, tensors, saved)
+        of_part = out, lse_as(part, out, lse), dout, dlse
+        alone = _float32(backend, part, tensors, of_part)
         before = {"dq": _noise(t.q) if dq is None else dq, "dk": _noise(tensors.k), "dv": _noise(tensors.v)}
         given = Gradients(**{name: x.clone() for name, x in before.items()})
-        added = _float32(backend, part, tensors, saved, given)
+        added = _float32(backend, part, tensors, of_part, given)
         for name in _NAMES:
             share, total, had = (getattr(alone, name), getattr(added, name), before[name])
             assert share.dtype == total.dtype == torch.float32 and share.is_contiguous()

@@ -37,7 +37,8 @@ def seeds(call: Call) -> tuple[Tensor, Tensor]:
     """The gradients of out and lse."""
     make = torch.Generator().manual_seed(11)
     dout = torch.randn(*call.tensors.q.shape[:-1], call.problem.head_dim_v, generator=make).to(call.problem.dtype)
-    return dout, torch.randn(call.problem.lse_shape(call.tensors.q), generator=make)
+    shape = call.problem.lse_shape(call.tensors.q)[: call.tensors.q.dim() - 1]
+    return dout, torch.randn(shape, generator=make)
 
 
 def by_definition(call: Call, dout: Tensor, dlse: Tensor, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -156,6 +157,12 @@ def delta_is_off(call: Call, dout: Tensor, dlse: Tensor) -> dict[str, Tensor]:
     return results(call, out, lse, dout, -0.001 * delta.detach()).values
 
 
+def masked_rows_are_doubled(call: Call, dout: Tensor, dlse: Tensor) -> dict[str, Tensor]:
+    found = by_definition(call, dout, dlse)
+    factor = torch.where(found["lse"] < -1000, 2.0, 1.0).transpose(-1, -2)[..., None]
+    return found | {"out": found["out"] * factor, "dv": by_definition(call, dout * factor, dlse)["dv"]}
+
+
 ALL = (torch.float32, torch.float16, torch.bfloat16)
 FAULTS: list[tuple[str, Callable[..., dict[str, Tensor]], str, tuple[torch.dtype, ...]]] = [
     ("full", one_key_less, "out dv", ALL),
@@ -171,6 +178,9 @@ FAULTS: list[tuple[str, Callable[..., dict[str, Tensor]], str, tuple[torch.dtype
     ("bias_square", one_head_less, "dbias", ALL),
     ("full", probs_in_16_bits, "out dv", ALL[:1]),
     ("bias_scalar", delta_is_off, "dbias", ALL[:1]),
+    ("bias_large", masked_rows_are_doubled, "out dv", ALL),
+    ("bias_large_1e9", masked_rows_are_doubled, "out dv", ALL),
+    ("varlen_bias_large", masked_rows_are_doubled, "out", ALL),
     ("softcap", no_derivative_of_softcap, "dq dk", ALL),
 ]
 

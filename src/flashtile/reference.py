@@ -28,11 +28,13 @@ def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.flo
     Args:
         problem: The call.
         tensors: Its tensors; gradients flow to q, k, v, attn_bias, sinks and operands.
-        dtype: The dtype of all arithmetic. float64 is the oracle; the input dtype gives plain PyTorch's rounding error.
+        dtype: The dtype of all arithmetic. float64 is the oracle; the input dtype gives plain PyTorch's rounding error,
+            with the softmax of scores that may be large in float32.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)`` and lse ``(batch, num_heads_q, seqlen_q)``, or for packed
-        sequences ``(total_q, num_heads_q, head_dim_v)`` and ``(num_heads_q, total_q)``, both in ``dtype``.
+        sequences ``(total_q, num_heads_q, head_dim_v)`` and ``(num_heads_q, total_q)``, both in ``dtype``; lse of
+        scores that may be large in float32 at least.
     """
     if not problem.varlen:
         return _dense(problem, tensors, dtype, range(problem.batch))
@@ -48,7 +50,8 @@ def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.flo
     # Rows past the last bound belong to no sequence: rules 8 and 9.
     rest = tensors.q.shape[0] - bounds_q[-1]
     outs.append(torch.zeros(rest, problem.num_heads_q, problem.head_dim_v, dtype=dtype, device=tensors.q.device))
-    lses.append(torch.full((problem.num_heads_q, rest), -torch.inf, dtype=dtype, device=tensors.q.device))
+    wide = _score_dtype(problem, dtype)
+    lses.append(torch.full((problem.num_heads_q, rest), -torch.inf, dtype=wide, device=tensors.q.device))
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
@@ -116,7 +119,7 @@ def _dense(
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     device = q.device
 
-    scores = q @ k.transpose(-1, -2) * p.softmax_scale  # rule 1
+    scores = (q @ k.transpose(-1, -2) * p.softmax_scale).to(_score_dtype(p, dtype))  # rule 1
     at = [torch.tensor(batch, device=device), *(torch.arange(n, device=device) for n in scores.shape[1:])]
     keep = p.band.dense(seqlen_q, seqlen_k, device=device).expand(scores.shape)  # rule 5
     if tree is not None:
@@ -140,7 +143,8 @@ def _dense(
     if (score := score_function(p, t)) is not None:  # rule 26, of kept pairs alone
         pairs = keep.nonzero(as_tuple=True)
         places = {"score": scores[pairs], **{name: x[n] for name, x, n in zip("bhij", at, pairs, strict=True)}}
-        scores = torch.zeros_like(scores).index_put(pairs, score.values([score.graph.result], places, dtype)[0])
+        changed = score.values([score.graph.result], places, scores.dtype)[0]
+        scores = torch.zeros_like(scores).index_put(pairs, changed)
     if p.softcap > 0:  # rule 2
         scores = p.softcap * torch.tanh(scores / p.softcap)
     if t.alibi_slopes is not None:  # rule 3
@@ -149,18 +153,25 @@ def _dense(
         distance = (i - part.key - part.key_step * at[3]).abs()
         if tree is not None:
             distance = _of_tree(p, tree, seqlen_k)[0].abs()
-        scores = scores - t.alibi_slopes.to(dtype)[..., None, None] * distance
+        scores = scores - t.alibi_slopes.to(scores.dtype)[..., None, None] * distance
     if t.attn_bias is not None:  # rule 4
-        scores = scores + t.attn_bias.to(dtype)
+        scores = scores + t.attn_bias.to(scores.dtype)
 
     scores = torch.where(keep, scores, -torch.inf)  # rule 10: select, so that NaN from q or k affects kept pairs only
+    if p.large_scores:  # rule 11: as the softmax holds them, little of a small number beside a large one
+        with torch.no_grad():
+            scores.copy_(scores.to(p.lse_dtype))
 
-    lse = _logsumexp(scores, t.sinks)  # rule 6
-    probs = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])  # rule 8: a row without keys is 0
+    probs, lse = _softmax(scores, t.sinks)
     if t.rng_state is not None:  # rule 7
         kept = philox.keep(t.rng_state, p.dropout_p, batch, p.num_heads_q, (0, seqlen_q), (0, seqlen_k), origin)
         probs = torch.where(kept, probs / (1 - p.dropout_p), 0.0)
-    return (probs @ v).transpose(1, 2), lse  # rule 10: a NaN of v reaches rows that mask its key too
+    return (probs.to(dtype) @ v).transpose(1, 2), lse  # rule 10: a NaN of v reaches rows that mask its key too
+
+
+def _score_dtype(p: Problem, dtype: torch.dtype) -> torch.dtype:
+    """That of the scores: 16 bits cannot hold all biases that float32 has."""
+    return torch.promote_types(dtype, torch.float32) if p.large_scores else dtype
 
 
 def _listed(p: Problem, t: Tensors, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -205,18 +216,23 @@ def _steps(problem: Problem, t: CacheTensors, b: int, count: int) -> list[int]:
     return list(range(count)) if words is None or t.rotary_cos is None else _depths(words)
 
 
-def _logsumexp(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Natural log of each row's sum of exponentials, the sink's included; -inf for a row without any."""
+def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rules 6 and 8: probabilities, and the natural log of each row's sum of exponentials, the sink's included.
+
+    Of a row without any exponential the probabilities are 0, and the log is -inf.
+    """
+    columns = scores
     if sinks is not None:
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    if scores.shape[-1] == 0:
-        return scores.new_full(scores.shape[:-1], -torch.inf)
-    top = scores.detach().amax(dim=-1)
-    top = torch.where(top == -torch.inf, 0.0, top)
-    total = torch.exp(scores - top[..., None]).sum(dim=-1)
-    empty = total == 0
-    return torch.where(empty, -torch.inf, torch.log(torch.where(empty, 1.0, total)) + top)
+        columns = torch.cat([scores, column], dim=-1)
+    if columns.shape[-1] == 0:
+        return scores, scores.new_full(scores.shape[:-1], -torch.inf)
+    top = columns.detach().amax(dim=-1, keepdim=True)
+    empty = top == -torch.inf
+    # The maximum and the sum stay apart: beside scores of 1e9 the log of a count is lost.
+    weights = torch.exp(columns - torch.where(empty, 0.0, top))
+    total = torch.where(empty, 1.0, weights.sum(dim=-1, keepdim=True))
+    return weights[..., : scores.shape[-1]] / total, (top + torch.log(total)).squeeze(-1)
 
 
 def attention_with_kvcache(
@@ -234,7 +250,9 @@ def attention_with_kvcache(
     """
     t = appended(problem, tensors)
     out = torch.zeros(*t.q.shape[:-1], problem.head_dim_v, dtype=dtype, device=t.q.device)
-    lse = torch.full(problem.lse_shape(t.q), -torch.inf, dtype=dtype, device=t.q.device)
+    lse = torch.full(
+        problem.lse_shape(t.q)[: t.q.dim() - 1], -torch.inf, dtype=_score_dtype(problem, dtype), device=t.q.device
+    )
     for b, rows in enumerate(_spans(problem, t.q, t.cu_seqlens_q)):
         first = 0 if t.cache_leftpad is None else int(t.cache_leftpad[b])
         places = [_place(t, b, j) for j in range(first, int(t.cache_seqlens[b]))]  # rules 13 and 17

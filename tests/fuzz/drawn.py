@@ -204,6 +204,8 @@ def _plain(d: Draw, name: str) -> Case:
     case = replace(case, chunk=d.chunk() if d.chance(0.2) else None)
     case = replace(case, intervals=d.pick(*INTERVALS) if d.chance(0.2) else "")
     case = replace(case, **d.big_dims(head_dim))
+    if case.bias is not None and d.chance(0.4):
+        case = replace(case, large=d.pick("min", "min", "max", "-1e9", "-3e5"))
     return replace(case, out=d.pick("whole", "part"), wanted="") if packed and d.chance(0.1) else case
 
 
@@ -223,6 +225,8 @@ def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
         # Sums over more rows, cut elsewhere, differ in more than their last bits.
         heads=case.kv_heads * min(case.heads // case.kv_heads, 4),
         scale=None if case.scale in (0.2, 1.0) else case.scale,
+        # Where pieces have slopes as a bias, they are added to it, and not before it.
+        large="" if case.alibi else case.large,
         dout="contiguous", seqlen_q=case.seqlen_q or int(not packed), seqlen_k=case.seqlen_k or int(not packed),
     )  # fmt: skip
     origins = d.pick("d", "a", "da") if d.chance(0.2) else ""

@@ -136,11 +136,25 @@ def constant(s: Sizes) -> Made:
     return Made(lambda score, b, h, q, kv: torch.where(kv % 2 == 0, (h * 0.5 + kv * 0.125).to(score.dtype), score))
 
 
+def large_1e9(s: Sizes) -> Made:
+    return Made(lambda score, b, h, q, kv: torch.where((q % 4 == 1) | (kv % 3 == 0), -1e9, score))
+
+
+def large_lowest(s: Sizes) -> Made:
+    table, lowest = s.normal(s.heads), torch.finfo(torch.float32).min
+
+    def padded(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return torch.where((q % 5 == 2) | (kv % 4 == 0), lowest, score + table[h])
+
+    return Made(padded, (table,))
+
+
 SCORES: dict[str, Callable[[Sizes], Made]] = {
     f.__name__: f
     for f in (
         squared, times_two, distance, capped, by_distance, buckets, bias, bias_turned, by_row_and_key,
         learned_temperature, read_twice, graphormer, gated, flips, quotient, identity, constant,
+        large_1e9, large_lowest,
     )
 }  # fmt: skip
 

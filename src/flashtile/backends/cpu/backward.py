@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu import forward as cpu_forward
-from flashtile.backends.cpu.paths import Path, kernel_fits, paths
+from flashtile.backends.cpu.paths import Path, has_large, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.call.backend import Gradients
 from flashtile.call.functions import score_function
@@ -26,13 +26,29 @@ class _Rows:
         out: ``(batch, num_heads_q, seqlen_q, head_dim_v)``.
         dout: Like out.
         dlse: Like lse, None for zero.
-        lse: ``(batch, num_heads_q, seqlen_q)``, +inf for an empty row.
+        lse: ``(batch, num_heads_q, seqlen_q)``, +inf for an empty row; with ``large_scores`` the first of its parts.
+        rest: Like lse, the second, else None.
     """
 
     out: Tensor
     dout: Tensor
     dlse: Tensor | None
     lse: Tensor
+    rest: Tensor | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, seq: Sequence, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> _Rows:
+        """Those of a sequence."""
+        lse, rest = seq.lse_view(lse), None
+        if problem.large_scores:
+            lse, rest = lse.unbind(-1)
+        lse = torch.where(lse == -torch.inf, torch.inf, lse)
+        return cls(seq.view(out), seq.view(dout), None if dlse is None else seq.lse_view(dlse), lse, rest)
+
+    def probs(self, scores: Tensor, span: slice) -> Tensor:
+        """The probabilities of some rows' scores."""
+        apart = scores - self.lse[:, :, span, None]
+        return torch.exp(apart if self.rest is None else apart - self.rest[:, :, span, None])
 
     @cached_property
     def delta(self) -> Tensor:
@@ -70,15 +86,14 @@ def backward(
 ) -> Gradients:
     """See ``call.backend.Backward``."""
     t, grads = tensors, problem.grads
-    lse = torch.where(lse == -torch.inf, torch.inf, lse)
     dsinks = _zeros_like(problem, t.sinks) if grads.sinks else None
     totals = None if sums is None else _totals(problem, t, sums)
     kernel = kernel_fits(problem) and dlse is None and not grads.bias
     for path in paths(problem, t, kernel):
         seq = path.seq
-        rows = _Rows(seq.view(out), seq.view(dout), None if dlse is None else seq.lse_view(dlse), seq.lse_view(lse))
+        rows = _Rows.of(problem, seq, out, lse, dout, dlse)
         if dsinks is not None and t.sinks is not None:
-            dsinks += sinks_gradient(t.sinks, rows.lse, rows.delta)
+            dsinks += sinks_gradient(t.sinks, seq.lse_view(lse), rows.delta)
         if not any(grads[:4]) and not grads.operands:
             continue
         whole = path.whole() if totals is None else None
@@ -89,8 +104,10 @@ def backward(
             return Gradients(dq, dk, dv, None, _stored(dsinks, t.sinks))
         totals = totals or _totals(problem, t)
         for block in path.blocks:
+            # PyTorch's kernel knows of lse in one number.
+            by_tiles = not path.kernel or (rows.rest is not None and has_large(rows.lse[:, :, slice(*block[0].rows)]))
             for rectangle in block:
-                if path.kernel:
+                if not by_tiles:
                     _add_kernel_shares(problem, seq, rows, rectangle, totals)
                 else:
                     is_whole = sums is None and len(block) == 1
@@ -172,7 +189,7 @@ def _add_tile_shares(
     s = tiles.scores(problem, tensors, seq, rectangle, derivative=True)
     q, k, v = tiles.operands(problem, seq, rectangle)
     dout = rows.dout[:, :, span].to(q.dtype)
-    probs = torch.exp(s.final - rows.lse[:, :, span, None])
+    probs = rows.probs(s.final, span)
     if sums.dv is not None:
         kept = probs if s.dropout is None else probs * s.dropout
         seq.key_view(sums.dv)[:, :, keys] += _per_key(problem, kept, dout)

@@ -48,6 +48,8 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         _append(problem, t, old, new, firsts)
     queries = _queries(problem, t, firsts, bands)
     lse = t.q.new_full(problem.lse_shape(t.q), -torch.inf, dtype=problem.lse_dtype)
+    if problem.large_scores:
+        lse[..., 1] = 0.0
     bounds = None if t.cu_seqlens_q is None else t.cu_seqlens_q.tolist()
     leftpad = [0] * problem.batch if t.cache_leftpad is None else t.cache_leftpad.tolist()
     if bounds is not None:
@@ -80,6 +82,8 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         of_one = banded if tree is None else _with_tree(banded, call, tree)
         out, sums = forward.forward(of_one.resized(call, _NO_OPTIONS), call, first=b)
         t.out[rows].copy_(out[0])
+        # Slopes of a tree are a bias, of which the call's own lse knows nothing.
+        sums = sums if problem.large_scores == of_one.large_scores else sums[..., 0]
         lse[rows if bounds is None else (slice(None), rows)].copy_(sums[0])
     return lse
 

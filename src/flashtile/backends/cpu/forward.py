@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import flash, plan, tiles
-from flashtile.backends.cpu.paths import Path, adds_tiles, kernel_fits, paths
+from flashtile.backends.cpu.paths import Path, adds_tiles, has_large, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import states
@@ -55,7 +55,10 @@ def _forward(problem: Problem, tensors: Tensors, first: int) -> State:
 def _empty_state(problem: Problem, q: Tensor) -> State:
     """The state of rows without keys: 0 and -inf."""
     out = q.new_zeros(*q.shape[:-1], problem.head_dim_v)
-    return out, q.new_full(problem.lse_shape(q), -torch.inf, dtype=problem.lse_dtype)
+    lse = q.new_full(problem.lse_shape(q), -torch.inf, dtype=problem.lse_dtype)
+    if problem.large_scores:
+        lse[..., 1] = 0.0
+    return out, lse
 
 
 def _row_block(problem: Problem, tensors: Tensors, path: Path, block: list[Rectangle]) -> State:
@@ -63,10 +66,14 @@ def _row_block(problem: Problem, tensors: Tensors, path: Path, block: list[Recta
     for rectangle in block:
         if path.kernel:
             part = _kernel_state(problem, path.seq, rectangle)
+            if problem.large_scores:
+                part = part[0], torch.stack([part[1], torch.zeros_like(part[1])], dim=-1)
         else:
             part = tiles.forward(problem, tensors, path.seq, rectangle)
         state = part if state is None else states.merge(*state, *part)
     assert state is not None
+    if path.kernel and problem.large_scores and has_large(state[1][..., 0]):
+        return _row_block(problem, tensors, dataclasses.replace(path, kernel=False), block)
     return state
 
 
@@ -81,11 +88,12 @@ def _kernel_state(problem: Problem, seq: Sequence, rectangle: Rectangle) -> Stat
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Rule 6, in place and heads first: the sink is added to the denominator and has no value."""
-    logits = sinks.to(lse.dtype)[:, None]
-    with_sink = torch.logaddexp(lse, logits)
+    logits = sinks.to(lse.dtype)[:, None].expand(out.shape[:-1])
+    if lse.dim() == out.dim():
+        logits = states.in_parts(logits, torch.zeros_like(logits))
     # If a row's lse and its sink are both -inf, the row stays empty.
-    weight = torch.exp(lse - torch.where(with_sink == -torch.inf, 0.0, with_sink))
-    out.copy_(out * weight[..., None])
+    merged, with_sink = states.merge(out, lse, torch.zeros_like(out), logits)
+    out.copy_(merged)
     lse.copy_(with_sink)
 
 

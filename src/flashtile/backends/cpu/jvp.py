@@ -40,17 +40,18 @@ def jvp(
 
 def _tiled(given: _Tangents, out: Tensor, lse: Tensor, tensors: Tensors, problem: Problem) -> tuple[Tensor, Tensor]:
     dtype = problem.lse_dtype
-    dout, dlse = out.new_zeros(out.shape, dtype=dtype), lse.new_zeros(lse.shape)
-    safe_lse = torch.where(lse == -torch.inf, torch.inf, lse)  # makes the probabilities of an empty row 0
+    parts = lse if problem.large_scores else torch.stack([lse, torch.zeros_like(lse)], dim=-1)
+    dout, dlse = out.new_zeros(out.shape, dtype=dtype), torch.zeros_like(parts[..., 0])
+    parts = torch.where(parts == -torch.inf, torch.inf, parts)  # makes the probabilities of an empty row 0
     tile_rows = plan.tile_rows(problem.num_heads_q * (1 if problem.varlen else max(1, problem.batch)))
     for seq in plan.sequences(problem, tensors, one_by_one=False):
         sums = seq.view(dout), seq.lse_view(dlse)
         for block in plan.blocks_of(problem.band, seq, tile_rows=tile_rows):
             for rectangle in block:
-                _add_tile(problem, tensors, given, seq, rectangle, seq.lse_view(safe_lse), sums)
+                _add_tile(problem, tensors, given, seq, rectangle, seq.lse_view(parts), sums)
     if given.dsinks is not None and tensors.sinks is not None:
         sinks, dsinks = (x.to(dtype)[:, None] for x in (tensors.sinks, given.dsinks))
-        dlse += torch.exp(sinks - safe_lse) * dsinks
+        dlse += _exp(sinks[..., None], parts).squeeze(-1) * dsinks
     dout -= dlse.transpose(-1, -2)[..., None] * out.to(dtype)
     return dout.to(out.dtype), dlse
 
@@ -86,7 +87,7 @@ def _add_tile(
     keep = p.band.dense(seq.seqlen_q, seq.seqlen_k, rows=tile.rows, keys=tile.keys, device=q.device)
     for kept in plan.selections(seq, tile, dtype):
         keep = keep & kept
-    probs = torch.exp(torch.where(keep, scores, -torch.inf) - lse[:, :, rows, None])
+    probs = _exp(torch.where(keep, scores, -torch.inf), lse[:, :, rows])
     kept = probs
     if t.rng_state is not None:
         kept = torch.where(tiles.kept(p, t.rng_state, seq, tile), probs / (1 - p.dropout_p), 0.0)
@@ -98,6 +99,11 @@ def _add_tile(
         dout[:, :, rows] += tiles.weighted_sum(p, kept * dscores, v)
     if given.dv is not None:
         dout[:, :, rows] += tiles.weighted_sum(p, kept, seq.key_view(given.dv)[:, :, keys].to(dtype))
+
+
+def _exp(scores: Tensor, lse: Tensor) -> Tensor:
+    """The probabilities of rows' scores, by lse in parts."""
+    return torch.exp(scores - lse[..., :1] - lse[..., 1:])
 
 
 def _product(p: Problem, q: Tensor, k: Tensor) -> Tensor:

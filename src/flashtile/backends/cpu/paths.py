@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from flashtile.backends.cpu import plan
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.call.problem import Problem, Tensors
@@ -14,6 +17,8 @@ from flashtile.call.problem import Problem, Tensors
 FEW_ROWS = 32
 # Below this many keys the kernel treats a row whose scores are all NaN as one without keys.
 FEW_KEYS = 16
+# Beyond this the kernel's lse, in one number, is off by more than 2**-15, and so are the shares that it gives.
+LARGE_LSE = 2.0**9
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +54,11 @@ def kernel_fits(problem: Problem) -> bool:
         problem.score_function is None and problem.softcap == 0 and problem.dropout_p == 0 and problem.softmax_scale > 0
     )
     return plain and problem.head_dim == problem.head_dim_v
+
+
+def has_large(lse: Tensor) -> bool:
+    """Whether some row's scores are so large that PyTorch's kernel cannot hold their lse; of rows with keys."""
+    return bool(((lse.abs() > LARGE_LSE) & (lse.abs() != torch.inf)).any())
 
 
 def adds_tiles(problem: Problem) -> bool:

@@ -115,9 +115,10 @@ class Sequence:
         return _heads_first(tensor[self.key_place])
 
     def lse_view(self, lse: Tensor) -> Tensor:
-        """The rows of an lse-shaped tensor as ``(batch, num_heads_q, seqlen_q)``."""
+        """The rows of an lse-shaped tensor as ``(batch, num_heads_q, seqlen_q)``, then its parts if it has them."""
         rows = lse[self.lse_place]
-        return rows if rows.dim() == 3 else rows[None]
+        is_batch = len(self.lse_place) == 1 and isinstance(self.lse_place[0], slice)
+        return rows if is_batch else rows[None]
 
 
 def _heads_first(rows: Tensor) -> Tensor:
@@ -270,8 +271,12 @@ def _row_block(
     return [Rectangle((first, last), pair, kind) for pair, kind in zip(pairs, kinds, strict=True)]
 
 
-def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torch.dtype) -> Tensor | None:
+def tile_bias(
+    problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torch.dtype, *, alibi: bool = True
+) -> Tensor | None:
     """The sum added to a rectangle's scores: ALiBi, the bias, and -inf where the band or the mask drops a pair.
+
+    Without ``alibi`` ALiBi is left out, whoever adds it.
 
     Returns:
         ``(batch or 1, num_heads_q or 1, rows, keys)`` in ``dtype``, or None where nothing is added.
@@ -286,9 +291,9 @@ def tile_bias(problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torc
     total: Tensor | None = None
     if seq.bias is not None:
         total = part(seq.bias, rectangle).to(dtype)
-    if seq.slopes is not None:
-        alibi = -seq.slopes.to(dtype) * distances(seq, rectangle)
-        total = alibi if total is None else total + alibi
+    if seq.slopes is not None and alibi:
+        distance = -seq.slopes.to(dtype) * distances(seq, rectangle)
+        total = distance if total is None else total + distance
     keep: Tensor | None = None
     if rectangle.kind is not Kind.FULL:
         keep = _band_tile(problem.band, *_place(problem.band, seq, rectangle))

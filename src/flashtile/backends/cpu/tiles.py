@@ -15,7 +15,7 @@ from flashtile.backends.cpu import plan
 from flashtile.backends.cpu.plan import Rectangle, Sequence
 from flashtile.call.functions import Function, score_function
 from flashtile.call.problem import Problem, Tensors
-from flashtile.core import philox
+from flashtile.core import philox, states
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,10 @@ def scores(
         capped = torch.tanh(final / problem.softcap)
         cap_slope = 1 - capped * capped
         final = capped * problem.softcap
-    bias = plan.tile_bias(problem, seq, rectangle, dtype)
+    if problem.large_scores and seq.slopes is not None:
+        # Before the bias, as in rule 4: what is added to a large number is rounded.
+        final = final - seq.slopes.to(dtype) * plan.distances(seq, rectangle)
+    bias = plan.tile_bias(problem, seq, rectangle, dtype, alibi=not problem.large_scores)
     if bias is not None:
         # A select of the -inf, so that a NaN of a masked pair is discarded.
         final = torch.where(bias == -torch.inf, -torch.inf, final + bias)
@@ -86,11 +89,20 @@ def kept(problem: Problem, rng_state: Tensor, seq: Sequence, rectangle: Rectangl
 
 
 def forward(problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectangle) -> tuple[Tensor, Tensor]:
-    """Partial output ``(1, num_heads_q, rows, head_dim_v)`` and lse ``(1, num_heads_q, rows)`` of a rectangle."""
+    """Partial output ``(1, num_heads_q, rows, head_dim_v)`` and lse ``(1, num_heads_q, rows)`` of a rectangle.
+
+    With ``large_scores`` lse is ``states.in_parts``.
+    """
     s = scores(problem, tensors, seq, rectangle)
     _, _, v = operands(problem, seq, rectangle)
-    lse = torch.logsumexp(s.final, dim=-1)
-    probs = torch.exp(s.final - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    if problem.large_scores:
+        top = s.final.amax(dim=-1)
+        probs = torch.exp(s.final - torch.where(top == -torch.inf, 0.0, top)[..., None])
+        total = probs.sum(dim=-1)
+        probs, lse = probs / torch.where(total == 0, 1.0, total)[..., None], states.in_parts(top, torch.log(total))
+    else:
+        lse = torch.logsumexp(s.final, dim=-1)
+        probs = torch.exp(s.final - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
     if s.dropout is not None:
         probs = probs * s.dropout
     return weighted_sum(problem, probs, v), lse
