@@ -123,6 +123,7 @@ def _mods(
     return Mods(
         p.softmax_scale, transforms, band if intervals is None else band._replace(**intervals._asdict()), masks,
         drops, sinks, names, mask_names, transforms is not None or p.softmax_scale <= 0, input_precision(p),
+        p.large_scores,
     )  # fmt: skip
 
 

@@ -84,6 +84,7 @@ class Mods(NamedTuple):
         SCALE_FIRST: Whether scores are scaled before the softmax takes their maximum. Needed with any transform, and
             with a scale that is not positive; otherwise the scale is folded into the exponential's argument.
         INPUT_PRECISION: That of the matrix products.
+        LARGE: ``Problem.large_scores``: see ``softmax``.
     """
 
     scale: Any
@@ -96,6 +97,7 @@ class Mods(NamedTuple):
     MASKS: Any
     SCALE_FIRST: Any
     INPUT_PRECISION: Any
+    LARGE: Any = False
 
 
 class Head(NamedTuple):

@@ -2,6 +2,10 @@
 
 Mathematics: docs/algorithm.md, "The (max, sum, out) monoid". The state of an empty row is (-inf, 0). Source: Milakov
 and Gimelshein 2018, arXiv:1805.02867, algorithm 3; Dao et al. 2022, arXiv:2205.14135, algorithm 1.
+
+With LARGE, of calls with ``Problem.large_scores``, the maximum is kept in natural units and subtracted before anything
+is multiplied: a score times LOG2_E might overflow, and beside 1e9 the log of a sum is lost. So lse is then a pair, as
+``flashtile.core.states.in_parts`` has it: rounded, and what that lost.
 """
 
 from __future__ import annotations
@@ -20,23 +24,30 @@ def made_finite(row_max):
 
 
 @triton.jit
-def update(row_max, row_sum, scores, scale_log2, MAY_BE_EMPTY: tl.constexpr):
+def update(row_max, row_sum, scores, scale_log2, MAY_BE_EMPTY: tl.constexpr, LARGE: tl.constexpr = False):
     """Adds a block of scores to the running state.
 
     Args:
-        row_max: [BLOCK_M] float32: maximum of ``scores * scale_log2`` so far.
+        row_max: [BLOCK_M] float32: maximum of ``scores * scale_log2`` so far; with LARGE of the scores themselves.
         row_sum: [BLOCK_M] float32.
         scores: [BLOCK_M, BLOCK_N] float32, -inf where masked.
         scale_log2: Factor that turns scores into base-2 exponents, > 0. Applied after the maximum, so each score costs
-            one fused multiply-add.
+            one fused multiply-add. With LARGE it must be LOG2_E, and a score costs one instruction more.
         MAY_BE_EMPTY: Whether a row may still have no key after this block.
+        LARGE: See the module.
 
     Returns:
         probs [BLOCK_M, BLOCK_N], unnormalised; rescale [BLOCK_M], the factor of the output accumulated so far; and the
         new row_max and row_sum.
     """
-    new_max, finite_max, rescale = raise_max(row_max, tl.max(scores, 1) * scale_log2, MAY_BE_EMPTY)
-    probs = exponentials(scores, scale_log2, finite_max)
+    if LARGE:
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        finite_max = made_finite(new_max)
+        rescale = tl.exp2((row_max - finite_max) * LOG2_E)
+        probs = tl.exp2((scores - finite_max[:, None]) * LOG2_E)
+    else:
+        new_max, finite_max, rescale = raise_max(row_max, tl.max(scores, 1) * scale_log2, MAY_BE_EMPTY)
+        probs = exponentials(scores, scale_log2, finite_max)
     return probs, rescale, new_max, row_sum * rescale + tl.sum(probs, 1)
 
 
@@ -66,37 +77,49 @@ def exponentials(scores, scale_log2, finite_max):
 
 
 @triton.jit
-def add_sink(row_max, row_sum, sink):
+def add_sink(row_max, row_sum, sink, LARGE: tl.constexpr = False):
     """Adds a sink to the softmax denominator.
 
     Args:
-        row_max: [BLOCK_M] float32, base 2.
+        row_max: [BLOCK_M] float32, base 2; with LARGE in natural units.
         row_sum: [BLOCK_M] float32.
         sink: The logit, natural units; -inf adds nothing.
+        LARGE: See the module.
 
     Returns:
         rescale [BLOCK_M], the factor of the accumulated output; row_max; row_sum.
     """
-    sink_log2 = sink * LOG2_E
-    new_max = tl.maximum(row_max, sink_log2)
+    top = sink if LARGE else sink * LOG2_E
+    new_max = tl.maximum(row_max, top)
     finite_max = made_finite(new_max)
-    rescale = tl.exp2(row_max - finite_max)
-    return rescale, new_max, row_sum * rescale + tl.exp2(sink_log2 - finite_max)
+    unit: tl.constexpr = LOG2_E if LARGE else 1.0
+    rescale = tl.exp2((row_max - finite_max) * unit)
+    return rescale, new_max, row_sum * rescale + tl.exp2((top - finite_max) * unit)
 
 
 @triton.jit
-def finalise(row_max, row_sum):
+def finalise(row_max, row_sum, LARGE: tl.constexpr = False):
     """The factor that normalises the accumulated output, and the row's log-sum-exp.
 
     Returns:
         scale [BLOCK_M] float32: 1 / row_sum, 0 for an empty row; lse [BLOCK_M] float32, natural log, -inf for an empty
-        row.
+        row; with LARGE a pair.
     """
     empty = row_sum == 0.0
     total = tl.where(empty, 1.0, row_sum)
     scale = tl.where(empty, 0.0, 1.0 / total)
-    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(total)) * LN_2)
+    if LARGE:
+        lse = in_parts(row_max, tl.log2(total) * LN_2, empty)
+    else:
+        lse = tl.where(empty, float("-inf"), (row_max + tl.log2(total)) * LN_2)
     return scale, lse
+
+
+@triton.jit
+def in_parts(top, log_sum, empty):
+    """``flashtile.core.states.in_parts``."""
+    lse = top + log_sum
+    return tl.where(empty, float("-inf"), lse), tl.where(empty, 0.0, log_sum - (lse - top))
 
 
 @triton.jit
@@ -119,6 +142,45 @@ def merge(out, lse, more_out, more_lse):
     weight, more_weight = (weight * scale)[:, None], (more_weight * scale)[:, None]
     joined = tl.where(weight == 0.0, 0.0, out * weight) + tl.where(more_weight == 0.0, 0.0, more_out * more_weight)
     return joined, finite_max + log_total
+
+
+@triton.jit
+def merge_in_parts(out, lse, more_out, more_lse):
+    """``merge`` of two states with LARGE, lse and more_lse being pairs."""
+    finite_max = made_finite(tl.maximum(lse[0], more_lse[0]))
+    own, other = lse[0] - finite_max + lse[1], more_lse[0] - finite_max + more_lse[1]
+    # The larger state's weight is exactly 1, so that its bits are kept where the other one is empty.
+    top = made_finite(tl.maximum(own, other))
+    weight, more_weight = tl.exp2((own - top) * LOG2_E), tl.exp2((other - top) * LOG2_E)
+    total = weight + more_weight
+    scale, _ = finalise(0.0, total)
+    joined_lse = in_parts(finite_max, top + tl.log2(tl.where(total == 0.0, 1.0, total)) * LN_2, total == 0.0)
+    weight, more_weight = (weight * scale)[:, None], (more_weight * scale)[:, None]
+    joined = tl.where(weight == 0.0, 0.0, out * weight) + tl.where(more_weight == 0.0, 0.0, more_out * more_weight)
+    return joined, joined_lse
+
+
+@triton.jit
+def load_lse(ptr, at, exists, LARGE: tl.constexpr):
+    """Lse of rows, (-inf, 0) or -inf where none exists; at: their places, in rows."""
+    if LARGE:
+        lse = (
+            tl.load(ptr + 2 * at, mask=exists, other=float("-inf")),
+            tl.load(ptr + 2 * at + 1, mask=exists, other=0.0),
+        )
+    else:
+        lse = tl.load(ptr + at, mask=exists, other=float("-inf"))
+    return lse
+
+
+@triton.jit
+def store_lse(ptr, at, lse, exists, LARGE: tl.constexpr):
+    """Stores lse of rows; arguments as of ``load_lse``."""
+    if LARGE:
+        tl.store(ptr + 2 * at, lse[0], mask=exists)
+        tl.store(ptr + 2 * at + 1, lse[1], mask=exists)
+    else:
+        tl.store(ptr + at, lse, mask=exists)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from flashtile.backends.gpu.device import blocks, lists, mods, sequence
 from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
 from flashtile.backends.gpu.device.sequence import HeadRows
-from flashtile.backends.portable.backward.kernel import load_row_terms, probabilities
+from flashtile.backends.portable.backward.kernel import across, load_row_terms, probabilities
 from flashtile.backends.portable.device.tile_io import load_rows, times_transposed
 
 
@@ -64,11 +64,11 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     q = load_rows(HeadRows(call.q, head.h, queries), m_first, BLOCK_M, True)
     k = load_rows(HeadRows(call.k, head_kv, keys), n_first, BLOCK_N, True)
     rows = m_first + tl.arange(0, BLOCK_M)
-    lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
+    lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
     product = times_transposed(q, k, INPUT_PRECISION)
     at = mods.block_of(head, m_first, n_first, BLOCK_M, BLOCK_N)
     probs, slope = probabilities(
-        product, lse_log2[:, None], call, head, at, True, in_part, partial.functions is not None
+        product, across(lse, 1), call, head, at, True, in_part, partial.functions is not None
     )
     dout = load_rows(HeadRows(douts, head.h, queries), m_first, BLOCK_M, True)
     v = load_rows(HeadRows(call.v, head_kv, keys), n_first, BLOCK_N, True)

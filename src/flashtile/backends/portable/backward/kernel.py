@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, intervals, lists, mods
+from flashtile.backends.gpu.device import blocks, intervals, lists, mods, softmax
 from flashtile.backends.gpu.device.blocks import KeyBlocks
 from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
 from flashtile.backends.gpu.device.mods import multiple
 from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.device.tile_io import (
     add_product,
+    also,
     load_rows,
     scaled,
     store_contiguous,
@@ -37,14 +38,16 @@ class RowTerms(NamedTuple):
     """What the backward's kernels read of a row, as ``prepare_rows`` stores it.
 
     Attributes:
-        lse_log2: lse in base 2, ``(batch, num_heads_q, stride_head)`` like delta.
+        lse: In base 2, ``(batch, num_heads_q, stride_head)`` like delta; with ``Mods.LARGE`` in natural units.
         delta: See the module's docstring.
         stride_head: Theirs, a multiple of 128.
+        rest: What rounding took from lse, in base 2; None without ``Mods.LARGE``.
     """
 
-    lse_log2: Any
+    lse: Any
     delta: Any
     stride_head: Any
+    rest: Any = None
 
 
 class KeyGradients(NamedTuple):
@@ -82,27 +85,45 @@ class BiasSums(NamedTuple):
 
 
 @triton.jit
-def probabilities(product, lse_log2, call, head, at, edge, partial, WITH_SLOPE: tl.constexpr, given=None):
+def probabilities(product, lse, call, head, at, edge, partial, WITH_SLOPE: tl.constexpr, given=None):
     """Normalised probabilities of a block of ``q @ k^T``, in either orientation, and the mods' slope.
 
-    If ``edge``, a constexpr or a run-time value, the band and the end of the keys are masked; ``partial`` and ``given``
+    lse is a tuple, ``across`` the block. If ``edge``, a constexpr or a run-time value, the band and the end of the keys are masked; ``partial`` and ``given``
     as of ``mods.select``.
     """
     x, scale_log2, slope = mods.apply(product, call.mods, head, at, WITH_SLOPE, given)
-    probs = tl.exp2(x * scale_log2 - lse_log2)
+    if call.mods.LARGE:
+        # Exact where it counts: near the maximum.
+        probs = tl.exp2((x - lse[0]) * softmax.LOG2_E - lse[1])
+    else:
+        probs = tl.exp2(x * scale_log2 - lse[0])
     if mods.place_of(call.mods.SCORES, "score_mod") >= 0:
         # What it makes of rows past the end may be infinite.
-        probs = tl.where(lse_log2 == float("inf"), 0.0, probs)
+        probs = tl.where(lse[0] == float("inf"), 0.0, probs)
     return mods.select(probs, call.mods, head, at, 0.0, edge, partial, given), slope
 
 
 @triton.jit
 def load_row_terms(of_rows, num_heads, head, queries, rows):
-    """Loads lse_log2 and delta of rows of a head; those of rows past the end make every probability and gradient 0."""
+    """Loads a tuple of lse, and of what it lost, and delta of rows of a head.
+
+    Those of rows past the end make every probability and gradient 0.
+    """
     at = (tl.cast(queries.batch_index, tl.int64) * num_heads + head.h) * of_rows.stride_head + queries.start
-    lse_log2 = tl.load(of_rows.lse_log2 + at + rows, mask=rows < queries.length, other=float("inf"))
+    lse = (tl.load(of_rows.lse + at + rows, mask=rows < queries.length, other=float("inf")),)
+    if of_rows.rest is not None:
+        lse = also(lse, tl.load(of_rows.rest + at + rows, mask=rows < queries.length, other=0.0))
     delta = tl.load(of_rows.delta + at + rows, mask=rows < queries.length, other=0.0)
-    return lse_log2, delta
+    return lse, delta
+
+
+@triton.jit
+def across(lse, AXIS: tl.constexpr):
+    """The tuple of lse with a dimension of 1 at AXIS, along which a block has its keys."""
+    parts = ()
+    for n in tl.static_range(len(lse)):
+        parts = also(parts, tl.expand_dims(lse[n], AXIS))
+    return parts
 
 
 @triton.jit
@@ -126,20 +147,23 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
         if visit.full_start is not None:
             edge = (m < visit.full_start) | (m >= visit.full_stop)
         q = load_rows(HeadRows(call.q, head.h, queries), first, BLOCK_M, visit.MASKED)
-        # Rows past the end have lse_log2 +inf, so probability 0: dense ones from prepare_rows, packed ones by a select.
+        # Rows past the end have lse +inf, so probability 0: dense ones from prepare_rows, packed ones by a select.
         # A listed block may reach past all that is stored of a head, so what lists load is checked.
         if visit.MASKED and call.mods.band.lists is not None:
-            lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
+            lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
         else:
-            lse_log2 = tl.load(of_rows.lse_log2 + row_at + first + tl.arange(0, BLOCK_M))
+            lse = (tl.load(of_rows.lse + row_at + first + tl.arange(0, BLOCK_M)),)
+            if of_rows.rest is not None:
+                lse = also(lse, tl.load(of_rows.rest + row_at + first + tl.arange(0, BLOCK_M)))
             delta = tl.load(of_rows.delta + row_at + first + tl.arange(0, BLOCK_M))
             if visit.MASKED and call.queries.cu_seqlens is not None:
-                lse_log2 = tl.where(rows < queries.length, lse_log2, float("inf"))
+                # What lies where rest would be is finite.
+                lse = (tl.where(rows < queries.length, lse[0], float("inf")),) + lse[1:]
                 delta = tl.where(rows < queries.length, delta, 0.0)
         at = mods.pairs_of(head, p, cols)
         given = mods.read(call.mods, head, at, visit.PARTIAL)
         product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
-        probs, slope = probabilities(product, lse_log2[None, :], call, head, at, edge, visit.PARTIAL, True, given)
+        probs, slope = probabilities(product, across(lse, 0), call, head, at, edge, visit.PARTIAL, True, given)
         dout = load_rows(HeadRows(douts, head.h, queries), first, BLOCK_M, visit.MASKED)
         dprobs = times_transposed(v, dout, INPUT_PRECISION)
         kept_probs = probs
@@ -244,7 +268,7 @@ def add_to_bias(sums, dscores, head, rows, cols, num_rows):
 
 
 @triton.jit
-def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, place, sums):
+def over_keys(dq, q, dout, lse, delta, rows, visit, call, tiles, head, place, sums):
     """Adds the contribution of the key blocks of ``blocks.KeyBlocks`` to dq and sums."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
@@ -262,7 +286,7 @@ def over_keys(dq, q, dout, lse_log2, delta, rows, visit, call, tiles, head, plac
         at = mods.pairs_of(head, p, cols)
         given = mods.read(call.mods, head, at, visit.PARTIAL)
         product = times_transposed(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N] float32
-        probs, slope = probabilities(product, lse_log2[:, None], call, head, at, edge, visit.PARTIAL, True, given)
+        probs, slope = probabilities(product, across(lse, 1), call, head, at, edge, visit.PARTIAL, True, given)
         v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, visit.MASKED)
         dprobs = times_transposed(dout, v, INPUT_PRECISION)
         if call.mods.dropout.rng_state_ptr is not None:
@@ -299,7 +323,7 @@ def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias
     q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)
     dout = load_rows(HeadRows(douts, h, queries), m_first, BLOCK_M, True)
     rows = m_first + tl.arange(0, BLOCK_M)
-    lse_log2, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
+    lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
     n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, call.mods.band, BLOCK_N
     )
@@ -316,7 +340,7 @@ def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias
     for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_START else 1, 3):
         n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         dq = over_keys(
-            dq, q, dout, lse_log2, delta, rows,
+            dq, q, dout, lse, delta, rows,
             KeyBlocks(
                 n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1,
                 phase == 0 or not LISTED,

@@ -59,7 +59,7 @@ _OPERANDS = (
 class BackwardPlan:
     """The backward of calls with the same layouts and options; see ``call.backend.Backward``.
 
-    Computes only the gradients that ``problem.grads`` requests. Workspace: two float32 per row, dk and dv by split.
+    Computes only the gradients that ``problem.grads`` requests. Workspace: two or three float32 per row, dk and dv by split.
     """
 
     def __init__(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> None:
@@ -119,8 +119,9 @@ class BackwardPlan:
         ))  # fmt: skip
         dsinks = None
         if t.sinks is not None and wanted.sinks:
-            delta = rows[: _num_rows(p, t)].view(*lse.shape[:-1], row_pitch(lse.shape[-1], p.varlen))
-            dsinks = _sinks_gradient(p, t.sinks, lse, delta[..., : lse.shape[-1]])
+            of_rows = lse.shape[: 2 if p.varlen else 3]
+            delta = rows[: _num_rows(p, t)].view(*of_rows[:-1], row_pitch(of_rows[-1], p.varlen))
+            dsinks = _sinks_gradient(p, t.sinks, lse, delta[..., : of_rows[-1]])
         if bias is not None and dbias is not None:
             dbias = (dbias[0] if len(dbias) == 1 else dbias.sum(0)).to(bias.dtype)
         return Gradients(dq, dk, dv, dbias, dsinks, self._of_operands(t, sums_of))
@@ -148,7 +149,7 @@ class BackwardPlan:
 
 
 def row_pitch(rows: int, varlen: bool) -> int:
-    """Rows of delta and lse_log2 per head, padded so that the last tile of rows fits.
+    """Rows of delta and lse per head, padded so that the last tile of rows fits.
 
     A dense sequence's tiles start on multiples of their size, so with a pitch that is a multiple of the largest size no
     load needs a mask, and all are aligned. A packed sequence's tiles start anywhere.
@@ -157,16 +158,17 @@ def row_pitch(rows: int, varlen: bool) -> int:
 
 
 def _num_rows(problem: Problem, tensors: Tensors) -> int:
-    """Float32 numbers of delta, and of lse_log2, which follows it."""
+    """Float32 numbers of delta, of lse, which follows it, and of its second part."""
     batch = 1 if problem.varlen else problem.batch
     return batch * problem.num_heads_q * row_pitch(tensors.q.shape[-3], problem.varlen)
 
 
 def _places(problem: Problem, tensors: Tensors) -> tuple[int, int, int, int]:
-    """Where lse_log2, dk by split and dv by split begin in the workspace, and its size, in float32 numbers."""
+    """Where lse, dk by split and dv by split begin in the workspace, and its size, in float32 numbers."""
     rows, splits = _num_rows(problem, tensors), gqa_splits(problem)
     dk, dv = (-(-x.numel() * splits // 4) * 4 if splits > 1 else 0 for x in (tensors.k, tensors.v))
-    return rows, 2 * rows, 2 * rows + dk, 2 * rows + dk + dv
+    start = (3 if problem.large_scores else 2) * rows
+    return rows, start, start + dk, start + dk + dv
 
 
 def _bounds_places(problem: Problem, tensors: Tensors) -> tuple[int, int, int]:
@@ -233,7 +235,7 @@ def _operand_launches(problem: Problem, tensors: Tensors, dout: Tensor) -> dict[
 
 
 def _prepare_launch(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> Launch:
-    """Computes delta and lse_log2 from the forward's results and their gradients."""
+    """Computes delta and lse from the forward's results and their gradients."""
     packed = dout.dim() == 3
     batch, block_dv = 1 if packed else dout.shape[0], padded(problem.head_dim_v)
     strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if packed else dlse.stride()
@@ -248,8 +250,9 @@ def _prepare_launch(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tens
 
 
 def _row_terms(problem: Problem, tensors: Tensors) -> RowTerms:
-    lse_log2 = Pointer(torch.float32, "rows", 4 * _places(problem, tensors)[0])
-    return RowTerms(lse_log2, Pointer(torch.float32, "rows"), row_pitch(tensors.q.shape[-3], problem.varlen))
+    delta, lse, rest = (Pointer(torch.float32, "rows", 4 * n * _num_rows(problem, tensors)) for n in range(3))
+    pitch = row_pitch(tensors.q.shape[-3], problem.varlen)
+    return RowTerms(lse, delta, pitch, rest if problem.large_scores else None)
 
 
 def _dkdv_launch(
@@ -375,7 +378,10 @@ def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
 
 def _sinks_gradient(problem: Problem, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value is 0, so its dprobs is 0."""
+    rest: Tensor | float = 0.0
+    if problem.large_scores:
+        lse, rest = lse.unbind(-1)
+    weight = torch.exp(sinks.float()[:, None] - torch.where(lse == -torch.inf, torch.inf, lse) - rest)
     if problem.varlen:
-        lse, delta = lse[None], delta[None]
-    weight = torch.exp(sinks.float()[:, None] - torch.where(lse == -torch.inf, torch.inf, lse))
+        weight, delta = weight[None], delta[None]
     return -(weight * delta).sum(dim=(0, 2)).to(sinks.dtype)

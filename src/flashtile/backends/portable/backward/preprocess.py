@@ -15,7 +15,7 @@ class ForwardResults(NamedTuple):
 
     Attributes:
         out: Contiguous ``(batch, length, num_heads_q, head_dim_v)``.
-        lse: Contiguous ``(batch, num_heads_q, length)``.
+        lse: Contiguous ``(batch, num_heads_q, length)``, or in two parts.
         dlse: Its gradient, or None.
         stride_b: Of dlse, like the next two.
         stride_head: From head to head.
@@ -38,9 +38,9 @@ class ForwardResults(NamedTuple):
 
 @triton.jit
 def prepare_rows(results, douts, of_rows, BLOCK_M: tl.constexpr):
-    """Computes delta and lse_log2 (lse in base 2) of BLOCK_M rows of one head, as ``kernel.RowTerms`` has them.
+    """Computes delta and lse of BLOCK_M rows of one head, as ``kernel.RowTerms`` has them.
 
-    lse_log2 of an empty row and of the rows from ``length`` on is +inf, so that their probabilities are 0 without a
+    That lse of an empty row and of the rows from ``length`` on is +inf, so that their probabilities are 0 without a
     mask; their delta is 0, whatever dout contains there.
     """
     DIM: tl.constexpr = douts.DIM
@@ -61,10 +61,17 @@ def prepare_rows(results, douts, of_rows, BLOCK_M: tl.constexpr):
     if results.dlse is not None:
         dlse_at = results.dlse + b * results.stride_b + h * results.stride_head + i * results.stride_row
         delta -= tl.load(dlse_at, mask=exists, other=0.0)
-    lse = tl.load(results.lse + (b * num_heads + h) * results.length + i, mask=exists, other=float("-inf"))
+    LARGE: tl.constexpr = of_rows.rest is not None
+    lse = softmax.load_lse(results.lse, (b * num_heads + h) * results.length + i, exists, LARGE)
     at = (b * num_heads + h) * stride_head + i
-    tl.store(of_rows.delta + at, tl.where(lse == float("-inf"), 0.0, delta))
-    tl.store(of_rows.lse_log2 + at, softmax.lse_log2_of(lse))
+    if LARGE:
+        empty = lse[0] == float("-inf")
+        tl.store(of_rows.delta + at, tl.where(empty, 0.0, delta))
+        tl.store(of_rows.lse + at, tl.where(empty, float("inf"), lse[0]))
+        tl.store(of_rows.rest + at, lse[1] * softmax.LOG2_E)
+    else:
+        tl.store(of_rows.delta + at, tl.where(lse == float("-inf"), 0.0, delta))
+        tl.store(of_rows.lse + at, softmax.lse_log2_of(lse))
 
 
 @triton.jit

@@ -48,7 +48,7 @@ def attend(acc, row_max, row_sum, q, m_first, visit, call, tiles, head, keys):
         if visit.full_start is not None:
             edge = (n < visit.full_start) | (n >= visit.full_stop)
         x = mods.select(x, call.mods, head, at, float("-inf"), edge, visit.PARTIAL, given)
-        probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
+        probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True, call.mods.LARGE)
         if call.mods.dropout.rng_state_ptr is not None:
             kept = keep_tile(call.mods.dropout, cipher, head.b, m_first, first, tiles.BLOCK_M, BLOCK_N)
             probs = tl.where(kept, probs, 0.0)
@@ -58,13 +58,13 @@ def attend(acc, row_max, row_sum, q, m_first, visit, call, tiles, head, keys):
 
 
 @triton.jit
-def finish(acc, row_max, row_sum, sinks_ptr, h, in_sequence, keep_scale):
+def finish(acc, row_max, row_sum, sinks_ptr, h, in_sequence, keep_scale, LARGE: tl.constexpr):
     """The output and lse of rows after their last key; rows outside every sequence get no sink."""
     if sinks_ptr is not None:
         sink = tl.where(in_sequence, tl.load(sinks_ptr + h).to(tl.float32), float("-inf"))
-        rescale, row_max, row_sum = softmax.add_sink(row_max, row_sum, sink)
+        rescale, row_max, row_sum = softmax.add_sink(row_max, row_sum, sink, LARGE)
         acc = scaled(acc, rescale[:, None])
-    out_scale, lse = softmax.finalise(row_max, row_sum)
+    out_scale, lse = softmax.finalise(row_max, row_sum, LARGE)
     out_scale = out_scale * keep_scale
     return scaled_or_zero(acc, out_scale[:, None]), lse
 
@@ -79,11 +79,14 @@ def scaled_or_zero(tile, factor):
 
 
 @triton.jit
-def merged(tile, lse, more, more_lse):
+def merged(tile, lse, more, more_lse, LARGE: tl.constexpr):
     """``softmax.merge`` of two tiles."""
     parts, both_lse = (), lse
     for p in tl.static_range(len(tile)):
-        part, both_lse = softmax.merge(tile[p], lse, more[p], more_lse)
+        if LARGE:
+            part, both_lse = softmax.merge_in_parts(tile[p], lse, more[p], more_lse)
+        else:
+            part, both_lse = softmax.merge(tile[p], lse, more[p], more_lse)
         parts = also(parts, part)
     return parts, both_lse
 
@@ -139,16 +142,17 @@ def attention_forward(call, output, tiles):
             call, tiles, head, keys,
         )  # fmt: skip
     in_sequence, keep_scale = place.b < call.queries.count, call.mods.dropout.keep_scale
-    out, lse = finish(acc, row_max, row_sum, call.mods.sinks, h, in_sequence, keep_scale)
+    LARGE: tl.constexpr = call.mods.LARGE
+    out, lse = finish(acc, row_max, row_sum, call.mods.sinks, h, in_sequence, keep_scale, LARGE)
     lse_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + h) * call.queries.length + queries.start
     if output.partial_out is not None:
         more_out = load_contiguous(
             output.partial_out, call.queries, call.heads.num_q, h, queries, m_first, BLOCK_M,
             call.v.DIM, call.v.BLOCK_DIM,
         )  # fmt: skip
-        more_lse = tl.load(output.partial_lse + lse_at + rows, mask=rows < queries.length, other=float("-inf"))
-        out, lse = merged(out, lse, more_out, more_lse)
+        more_lse = softmax.load_lse(output.partial_lse, lse_at + rows, rows < queries.length, LARGE)
+        out, lse = merged(out, lse, more_out, more_lse, LARGE)
     store_contiguous(
         output.out, call.queries, call.heads.num_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
     )  # fmt: skip
-    tl.store(output.lse + lse_at + rows, lse, mask=rows < queries.length)
+    softmax.store_lse(output.lse, lse_at + rows, lse, rows < queries.length, LARGE)

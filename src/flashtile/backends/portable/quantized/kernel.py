@@ -170,7 +170,7 @@ def attention_quantized(call, scales, output, tiles):
     down = 0.00390625  # 2^-PROBS_LOG2
     if scales.out is not None:
         acc = acc / tl.load(scales.out)
-    out, lse = finish((acc * down,), row_max, row_sum * down, call.mods.sinks, h, in_sequence, 1.0)
+    out, lse = finish((acc * down,), row_max, row_sum * down, call.mods.sinks, h, in_sequence, 1.0, False)
     store_contiguous(
         output.out, call.queries, call.heads.num_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
     )  # fmt: skip
