@@ -79,9 +79,9 @@ class Results(NamedTuple):
     """Where results go beside the output.
 
     Attributes:
-        lse: Contiguous (batch, num_heads_q, rows), or packed (num_heads_q, rows), float32.
+        lse: Contiguous (batch, num_heads_q, rows), or packed (num_heads_q, rows), float32; pairs with ``mods.LARGE``.
         acc: float32 [slots, head_dim_v]: a row's sum of one split, unnormalised; None if nothing is ever split.
-        stats: float32 [slots, 2]: its maximum, base 2, and its denominator.
+        stats: float32 [slots, 2]: its maximum, as ``softmax.update`` has it, and its denominator.
         counters: int32, two for each tile, see ``kernel.share_tile``; the first is 0 between launches.
     """
 

@@ -199,8 +199,9 @@ def score_block(k, v, first, key, inside, page, place, rows, head, call):
         x = masked(x, key, rows)
     else:
         # Comparisons stay in the branch: ptxas would hoist them above the WGMMA, a register each. The scale is applied
-        # here, since a product that only the branch reads would be waited for inside it.
-        x, scale_log2 = x * scale_log2, 1.0
+        # here, since a product that only the branch reads would be waited for inside it. A score mod has read it.
+        if not call.mods.LARGE:
+            x, scale_log2 = x * scale_log2, 1.0
         if (first < rows.clear_first) | (first + key.shape[0] - 1 > rows.clear_last):
             x = masked_by_tree(x, key, stands, rows, head, call) if HAS_TREE else masked(x, key, rows)
     if call.mods.band.row_keys is not None:
@@ -271,7 +272,7 @@ def add_values(acc, acc_odd, row_max, row_sum, keys, place, rows, head, call):
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     LIKE: tl.constexpr = rows.q.dtype
     x, scale_log2, at, inside, v = keys
-    probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True)
+    probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True, call.mods.LARGE)
     if call.qv.ptr is None:
         v = load_block(call.cache.v, address_of(call.cache.v, place), at, inside)
     acc *= rescale[:, None]
@@ -307,13 +308,14 @@ def end_split(state, run, total, slot, splits_left, is_last, part, call):
         run, run_sum = tl.zeros(run.shape, tl.float32), tl.zeros(run_sum.shape, tl.float32)
         run_max = tl.full(run_max.shape, float("-inf"), tl.float32)
     # With nothing folded yet, the fold is the split's own state, bit for bit.
-    run, run_max, run_sum = states.fold(run, run_max, run_sum, state[0], state[1], state[2])
+    LARGE: tl.constexpr = call.mods.LARGE
+    run, run_max, run_sum = states.fold(run, run_max, run_sum, state[0], state[1], state[2], LARGE)
     splits_left -= 1
     if (splits_left == 0) | is_last:
         if part.keeps == 0:
             states.store_state(run, run_max, run_sum, slot, part.count, call)
         elif call.schedule.KEEPS:
-            total, total_max, total_sum = states.fold(total, total_max, total_sum, run, run_max, run_sum)
+            total, total_max, total_sum = states.fold(total, total_max, total_sum, run, run_max, run_sum, LARGE)
         slot += part.pitch
         splits_left = part.state_splits
     return run, run_max, run_sum, total, total_max, total_sum, slot, splits_left
@@ -324,8 +326,8 @@ def attend(place, rows, part, head, call):
     """The softmax state of a tile's rows over the keys of a ``Part``.
 
     Returns:
-        acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M] in base 2, and row_sum [BLOCK_M], all float32: the fold of its states
-        if the part keeps them, else nothing of use: the state of each has been stored.
+        acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M] as ``softmax.update`` has it, and row_sum [BLOCK_M], all float32: the
+        fold of its states if the part keeps them, else nothing of use: the state of each has been stored.
     """
     EIGHT_BIT: tl.constexpr = call.cache.scales.EIGHT_BIT
     WIDE: tl.constexpr = call.out.BLOCK_DIM // 2 if EIGHT_BIT else call.out.BLOCK_DIM
@@ -459,9 +461,9 @@ def finish(acc, row_max, row_sum, b, place, packed, col, shape, call, writes_lse
     if call.sinks is not None:
         sink = tl.load(call.sinks + h).to(tl.float32)
         sink = tl.where(b < call.queries.count, sink, float("-inf"))
-        rescale, row_max, row_sum = softmax.add_sink(row_max, row_sum, sink)
+        rescale, row_max, row_sum = softmax.add_sink(row_max, row_sum, sink, call.mods.LARGE)
         acc = acc * rescale[:, None]
-    scale, lse = softmax.finalise(row_max, row_sum)
+    scale, lse = softmax.finalise(row_max, row_sum, call.mods.LARGE)
     out = tl.where(scale[:, None] == 0.0, 0.0, acc * scale[:, None])
     num_heads, row64, h64 = call.num_heads_kv * call.GROUP, row.to(tl.int64), h.to(tl.int64)
     if not call.out.PACKED:
@@ -474,7 +476,7 @@ def finish(acc, row_max, row_sum, b, place, packed, col, shape, call, writes_lse
     out = out.to(call.out.ptr.dtype.element_ty)
     tl.store(call.out.ptr + at[:, None] + col, out, mask=exists[:, None] & (col < call.out.DIM))
     if writes_lse:
-        tl.store(call.results.lse + lse_at, lse, mask=exists)
+        softmax.store_lse(call.results.lse, lse_at, lse, exists, call.mods.LARGE)
 
 
 @triton.jit

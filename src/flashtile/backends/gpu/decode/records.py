@@ -152,7 +152,7 @@ def _mods(problem: Problem, t: CacheTensors) -> Mods:
         band = band._replace(row_keys=row_keys, key_rows=key_rows)
     return Mods(
         p.softmax_scale, transforms, band, masks, None, None, names, mask_names,
-        transforms is not None or p.softmax_scale <= 0, "ieee",
+        transforms is not None or p.softmax_scale <= 0, "ieee", p.large_scores,
     )  # fmt: skip
 
 

@@ -13,15 +13,18 @@ _ALL_STATES, _ALL_HELPERS = tl.constexpr(2**8 - 1), tl.constexpr(2**23 - 1)
 
 
 @triton.jit
-def fold(total, total_max, total_sum, acc, row_max, row_sum):
-    """Folds the softmax state of the next split into that of all splits before it.
+def fold(total, total_max, total_sum, acc, row_max, row_sum, LARGE: tl.constexpr = False):
+    """Folds the softmax state of the next split into that of all splits before it; LARGE: see ``softmax``.
 
     Every product and sum is written as the machine must compute it, so that the same states give the same bits wherever
     this is compiled.
     """
     new_max = tl.maximum(total_max, row_max)
     finite_max = softmax.made_finite(new_max)
-    rescale, weight = tl.exp2(total_max - finite_max), tl.exp2(row_max - finite_max)
+    less, other_less = total_max - finite_max, row_max - finite_max
+    if LARGE:
+        less, other_less = less * softmax.LOG2_E, other_less * softmax.LOG2_E
+    rescale, weight = tl.exp2(less), tl.exp2(other_less)
     total = tl.fma(acc, tl.broadcast_to(weight[:, None], acc.shape), total * rescale[:, None])
     return total, new_max, tl.fma(row_sum, weight, total_sum * rescale)
 
@@ -52,11 +55,13 @@ def fold_stored(slot, pitch, shape, count, call, ROWS: tl.constexpr, AHEAD: tl.c
     """
     row = tl.arange(0, ROWS)
     none = tl.zeros([ROWS, call.out.BLOCK_DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32), row * 0.0
-    return fold_states(none, slot + row, pitch, shape, row < count, call, load_state, AHEAD)
+    return fold_states(none, slot + row, pitch, shape, row < count, call, load_state, AHEAD, call.mods.LARGE)
 
 
 @triton.jit
-def fold_states(none, slot, pitch, shape, exists, call, LOAD: tl.constexpr, AHEAD: tl.constexpr):
+def fold_states(
+    none, slot, pitch, shape, exists, call, LOAD: tl.constexpr, AHEAD: tl.constexpr, LARGE: tl.constexpr = False
+):
     """The fold of all states of a tile, which are runs or splits, into the state of no keys.
 
     AHEAD of them are unrolled, so that their loads are under way together. The same instructions serve both kinds: for
@@ -71,13 +76,13 @@ def fold_states(none, slot, pitch, shape, exists, call, LOAD: tl.constexpr, AHEA
             run, run_max, run_sum = LOAD(slot, pitch, first + start, num_states, exists, call)
             for ahead in tl.static_range(1, RUN):
                 part, top, part_sum = LOAD(slot, pitch, first + start + ahead, num_states, exists, call)
-                with_run, with_max, with_sum = fold(acc, row_max, row_sum, run, run_max, run_sum)
+                with_run, with_max, with_sum = fold(acc, row_max, row_sum, run, run_max, run_sum, LARGE)
                 acc, row_max = tl.where(are_runs, with_run, acc), tl.where(are_runs, with_max, row_max)
                 row_sum = tl.where(are_runs, with_sum, row_sum)
-                more, more_max, more_sum = fold(run, run_max, run_sum, part, top, part_sum)
+                more, more_max, more_sum = fold(run, run_max, run_sum, part, top, part_sum, LARGE)
                 run, run_max = tl.where(are_runs, part, more), tl.where(are_runs, top, more_max)
                 run_sum = tl.where(are_runs, part_sum, more_sum)
-            acc, row_max, row_sum = fold(acc, row_max, row_sum, run, run_max, run_sum)
+            acc, row_max, row_sum = fold(acc, row_max, row_sum, run, run_max, run_sum, LARGE)
     return acc, row_max, row_sum
 
 
