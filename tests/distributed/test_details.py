@@ -15,6 +15,7 @@ import flashtile
 from flashtile import UnsupportedError, distributed
 from flashtile.distributed import kinds, launches, steps
 from flashtile.ops import dispatch
+from tests.cases import Case
 from tests.distributed import ranks
 from tests.distributed.pool import Pool
 from tests.distributed.ranks import NAMED
@@ -85,6 +86,27 @@ def test_heads_are_exchanged_within_a_ring(pool: Pool, name: str) -> None:
             assert all(x < 1e-13 for x in found.values()), (mesh, found)
     for found in pool.run(on_a_plane, name, ("auto", "ulysses"), mesh=2, names=("ulysses",)):
         assert all(x < 1e-13 for x in found.values()), found
+
+
+UNEVEN = [ranks.case_of(n, heads=28, kv_heads=7, head_dim=4, **more) for n, more in (
+    ("causal", {"causal": True, "lse_grad": True}),
+    ("everything", {"alibi": "bh", "sinks": True, "dropout": 0.2, "softcap": 3.0, "lengths": ((13, 21), (30, 18))}),
+)]  # fmt: skip
+
+
+def uneven(mesh: DeviceMesh, case: Case, comms: tuple[str, ...]) -> dict[str, float]:
+    return ranks.compare(mesh, case, torch.float64, [("zigzag", comm) for comm in comms])
+
+
+@pytest.mark.parametrize("case", UNEVEN, ids=str)
+def test_ranks_need_not_divide_the_key_heads(pool: Pool, case: Case) -> None:
+    """28 heads over 7 on two and four ranks that exchange heads; three divide neither, so there "auto" is a ring."""
+    plane = {"mesh": ((0, 1), (2, 3)), "names": ("ring", "ulysses")}
+    found = pool.run(uneven, case, ("ring", "allgather", "auto"), **plane)
+    found += pool.run(uneven, case, ("ulysses", "auto"), mesh=4)
+    found += pool.run(uneven, case, ("auto",), mesh=3, names=("ulysses",))
+    for each in found:
+        assert all(x < 1e-13 for x in each.values()), each
 
 
 def test_a_mesh_may_be_any_ranks_in_any_order(pool: Pool) -> None:

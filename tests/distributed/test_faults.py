@@ -238,6 +238,18 @@ def test_meshes_are_refused_by_name(pool: Pool) -> None:
     square = ((0, 1), (2, 3))
     ring = pool.run(by_name, {"comm": "ulysses"}, mesh=square, names=("ring", "ulysses"))
     assert all("comm: on rank 0: is 'ulysses', but the mesh has a ring of 2 ranks as well" in x for x in ring), ring
+    assert all(x.endswith("'ring', 'allgather' and 'auto' exchange heads along its other dimension") for x in ring)
+    for keywords, mesh, cure in (
+        ({"comm": "ulysses"}, {"mesh": 4}, "comm='ring', 'allgather' or 'auto' exchanges none"),
+        ({"comm": "ring"}, {"mesh": 4, "names": ("ulysses",)}, "comm='auto' exchanges none"),
+        (
+            {},
+            {"mesh": ((0, 1, 2, 3), (4, 5, 6, 7)), "names": ("ring", "ulysses")},
+            "make the mesh one ring of all ranks",
+        ),
+    ):
+        for found in pool.run(by_name, keywords, **mesh):
+            assert "4 ranks that exchange heads do not divide evenly" in found and found.endswith(f": {cure}")
     for found in pool.run(by_name, {}, mesh=square, names=("data", "ring")):
         assert found.startswith("mesh: has the dimensions data, ring, must have one, or two named ring and ulysses")
         assert found.endswith("of a larger mesh take mesh['ring', 'ulysses']")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import warnings
 from typing import Any
 
@@ -119,17 +120,16 @@ def _check(spec: Spec, t: Tensors) -> None:
     heads = _lines(spec, problem)[0]
     if spec.packed and len(spec.lengths_q) != len(spec.lengths_k):
         raise InvalidInputError("cu_seqlens_k", "holds another number of documents than cu_seqlens_q")
-    uneven = problem.num_heads_q % heads.size or max(problem.num_heads_kv, heads.size) % min(
-        problem.num_heads_kv, heads.size
-    )
-    if uneven:
-        have = f"{problem.num_heads_q} heads over {problem.num_heads_kv}"
-        raise InvalidInputError(
-            "q", f"has {have}, which the {heads.size} ranks that exchange heads do not divide evenly"
-        )
-    each = max(problem.num_heads_kv // heads.size, 1)
+    if problem.num_heads_q % heads.size:
+        have = f"has {problem.num_heads_q} heads over {problem.num_heads_kv}"
+        cure = "comm='ring', 'allgather' or 'auto' exchanges none"
+        if heads is spec.ranks.ulysses:
+            cure = "comm='auto' exchanges none" if _is_line(spec) else "make the mesh one ring of all ranks"
+        which = f"which the {heads.size} ranks that exchange heads do not divide evenly"
+        raise InvalidInputError("q", f"{have}, {which}: {cure}")
     inner = problem.but(
-        varlen=True, num_heads_q=problem.num_heads_q // heads.size, num_heads_kv=each, sinks=False,
+        varlen=True, num_heads_q=problem.num_heads_q // heads.size, sinks=False,
+        num_heads_kv=problem.num_heads_kv * _repeats(problem, heads) // heads.size,
         origins=_tells_origins(spec, t), out_dtype=problem.lse_dtype, grad_dtype=problem.lse_dtype,
     )  # fmt: skip
     for direction in reversed(directions_of(inner)):
@@ -175,12 +175,24 @@ def _tells_origins(spec: Spec, t: Tensors) -> bool:
 def _lines(spec: Spec, problem: Problem) -> tuple[Line, Line]:
     """The ranks that exchange heads, and those of the ring."""
     ring, ulysses = spec.ranks.ring, spec.ranks.ulysses
-    if chosen(spec, problem) != "ulysses":
-        return ulysses, ring
-    if ring.size > 1 and ulysses.size > 1:
-        raise InvalidInputError("comm", f"is 'ulysses', but the mesh has a ring of {ring.size} ranks as well")
     alone = Line(None, 0, (ring.members[ring.rank],))
+    if chosen(spec, problem) != "ulysses":
+        is_uneven = spec.comm == "auto" and _is_line(spec) and problem.num_heads_q % ulysses.size
+        return (alone, ulysses) if is_uneven else (ulysses, ring)
+    if ring.size > 1 and ulysses.size > 1:
+        must = "'ring', 'allgather' and 'auto' exchange heads along its other dimension"
+        raise InvalidInputError("comm", f"is 'ulysses', but the mesh has a ring of {ring.size} ranks as well: {must}")
     return (ulysses, alone) if ring.size == 1 else (ring, alone)
+
+
+def _is_line(spec: Spec) -> bool:
+    """Whether ranks that exchange heads are all there are, with contiguous shards: without heads they are a ring."""
+    return spec.ranks.ring.size == 1 and isinstance(spec.layout, str)
+
+
+def _repeats(problem: Problem, heads: Line) -> int:
+    """How often each key head is sent, so that the ranks that exchange heads divide them."""
+    return heads.size // math.gcd(problem.num_heads_kv, heads.size)
 
 
 def chosen(spec: Spec, problem: Problem) -> str:
@@ -206,13 +218,12 @@ def chosen(spec: Spec, problem: Problem) -> str:
     return "ring" if is_hidden or around <= across else "ulysses"
 
 
-def _messages(spec: Spec, ring: Line, problem: Problem, heads_q: int, keys: int, q: Tensor) -> Messages | Copies:
+def _messages(spec: Spec, ring: Line, problem: Problem, heads: int, keys: int, q: Tensor) -> Messages | Copies:
     """Copy engines, for shards of so many keys; the process group, with a warning, where memory cannot be mapped.
 
     Raises:
         ExchangeError: It cannot, on this rank or another one, and the setting is on.
     """
-    heads = max(1, problem.num_heads_kv * heads_q // problem.num_heads_q)
     elements = keys * heads * max(problem.head_dim, problem.head_dim_v)
     sizes = {"keys": elements * problem.dtype.itemsize}
     if any(spec.options.grads[1:3]):
@@ -251,10 +262,9 @@ class Kind:
         if heads.size > 1:
             made = [self._exchange(heads, ring, lengths, batch, t.q.device) for lengths in (lengths_q, lengths_k)]
             self._heads = made[0], made[1]
-        if ring.size == 1:
+        if ring.size == 1 or ring is spec.ranks.ulysses:
             layout = "contiguous"
-        # Key heads are repeated where there are fewer than ranks.
-        self._repeats = max(1, heads.size // problem.num_heads_kv)
+        self._repeats = _repeats(problem, heads)
         self._ring, each = ring, problem.num_heads_q // heads.size
         self._some = slice(heads.rank * each, (heads.rank + 1) * each)
         most = None
@@ -266,8 +276,9 @@ class Kind:
         )  # fmt: skip
         part = Part(problem.num_heads_q, self._some.start, _tells_origins(spec, t), problem.large_scores)
         messages: Messages | Copies = Messages(ring)
-        if copies and ring.size > 1 and spec.comm != "allgather":
-            messages = _messages(spec, ring, problem, each, shard_length(sum(lengths_k), ring.size, 0) * batch, t.q)
+        if copies and ring.size > 1 and ring is spec.ranks.ring and spec.comm != "allgather":
+            kv, keys = problem.num_heads_kv * self._repeats // heads.size, shard_length(sum(lengths_k), ring.size, 0)
+            messages = _messages(spec, ring, problem, kv, keys * batch, t.q)
         # As keys that leave first are to their sums, which return last.
         share = problem.dtype.itemsize / (problem.dtype.itemsize + problem.lse_dtype.itemsize)
         self._steps = Steps(plan, ring, spec.options, part, t.q.device, messages, most, share, self._repeats == 1)
