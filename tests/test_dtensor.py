@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flashtile
-from flashtile import InvalidInputError, UnsupportedError, nn
+from flashtile import InvalidInputError, UnsupportedError, distributed, nn
 
 BOUNDS = torch.tensor([0, 2, 6], dtype=torch.int32)
 
@@ -97,7 +97,7 @@ def refusals_are_clear(mesh: DeviceMesh) -> None:
     q = distribute_tensor(normal(2, 6, 4, 8), mesh, [Shard(2)])
     with pytest.raises(UnsupportedError, match="dropout of DTensors"):
         flashtile.attention(q, q, q, dropout_p=0.1)
-    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+    with pytest.raises(InvalidInputError, match="^sinks: is a plain tensor, but q is a DTensor"):
         flashtile.attention(q, q, q, sinks=normal(4))
 
 
@@ -227,3 +227,29 @@ def test_heads_are_sharded_where_they_divide(
     if kept:  # this process's part of the whole
         whole = distribute_tensor(flashtile.attention(q, k, k), mesh, placements, src_data_rank=None)
         equal(out.to_local(), whole.to_local())
+
+
+# Calls of a DTensor and of a plain tensor, by the argument to name.
+MIXED: dict[str, Callable[[Any, Tensor], object]] = {
+    "q": lambda d, x: flashtile.attention(x, d, d),
+    "k": lambda d, x: flashtile.attention(d, x, d),
+    "v with a gradient": lambda d, x: flashtile.attention(d, d, x.clone().requires_grad_()),
+    "sinks": lambda d, x: flashtile.attention(d, d, d, sinks=x[0, 0, :, 0]),
+    "attn_mask of plain q": lambda d, x: flashtile.attention(x, x, x, attn_mask=d[0, :, 0, :1] > 0),
+    "cu_seqlens_q": lambda d, x: flashtile.attention_varlen(d[0], d[0], d[0], BOUNDS, BOUNDS),
+    "out": lambda d, x: flashtile.attention_varlen(x[0], x[0], x[0], BOUNDS, BOUNDS, out=d[0]),
+    "lse_a": lambda d, x: flashtile.merge_states(d, x[..., 0], d, d[..., 0]),
+    "block_mask": lambda d, x: flashtile.attention(d, d, d, block_mask=flashtile.masks.documents(BOUNDS[1:])),
+    "k compiled": lambda d, x: torch.compile(flashtile.attention, backend="eager")(d, x, d),
+    "k_cache": lambda d, x: flashtile.attention_with_kvcache(x, d, x, cache_seqlens=3),
+    "attn_bias over ranks": lambda d, x: distributed.attention(x, x, x, mesh=d.device_mesh, attn_bias=d[0, :, 0, :1]),
+    "x": lambda d, x: nn.RotaryEmbedding(8)(d),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_tensors_are_refused_by_name(eight: None, name: str) -> None:
+    mesh = init_device_mesh("cpu", (8,))
+    x = normal(2, 6, 8, 8)
+    with pytest.raises(InvalidInputError, match=rf"^{name.split()[0]}: is .*DTensor"):
+        MIXED[name](distribute_tensor(x, mesh, [Replicate()], src_data_rank=None), x)

@@ -24,7 +24,7 @@ from flashtile.api.keywords import (
     with_functions,
 )
 from flashtile.call import autocast
-from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, read
+from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, is_dtensor, read, refuse_mixed
 from flashtile.call.quantized import Quantized
 from flashtile.core import states
 from flashtile.core.errors import InvalidInputError
@@ -298,6 +298,8 @@ def _run(
         out, lse = ops.attention(tensors, options, return_lse)
     else:
         check_tensor("out", into)
+        if is_dtensor(into) or is_dtensor(tensors.q):
+            raise InvalidInputError("out", "is given, but calls on DTensors make their own: call it on local tensors")
         given = (*vars(tensors).items(), ("out", into), *(("score_mod", x) for x in tensors.operands or ()))
         wanting = [name for name, x in given if isinstance(x, Tensor) and x.requires_grad]
         if torch.is_grad_enabled() and wanting:
@@ -347,12 +349,14 @@ def _merged_by_kernel(*given: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _check_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+    given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, tensor in given.items():
         check_tensor(name, tensor)
         if not tensor.dtype.is_floating_point:
             raise InvalidInputError(name, f"dtype is {tensor.dtype}, must be a float dtype")
         if tensor.device != out_a.device:
             raise InvalidInputError(name, f"is on {tensor.device}, but out_a is on {out_a.device}")
+    refuse_mixed(given)
     if out_a.dim() not in (3, 4):
         raise InvalidInputError("out_a", f"has {out_a.dim()} dimensions, must have 4, or 3 for packed sequences")
     *lead, seqlen, heads, _ = out_a.shape

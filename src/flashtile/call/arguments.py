@@ -304,9 +304,31 @@ def _check_types(t: Tensors) -> None:
     is_usual = type(t.q) is type(t.k) is type(t.v) is Tensor and {type(t.attn_bias), type(t.sinks)} <= _MAY_BE
     if is_usual and not any(x is not None and (type(x) is not Tensor or x.requires_grad) for x in _plain(t)):
         return
-    for name, row, x in given(t, TENSORS):
+    found = given(t, TENSORS)
+    for name, row, x in found:
         if x.requires_grad and row.gradient is None:
             raise InvalidInputError(name, "requires grad, but has no gradient: detach it, or use attn_bias")
+    refuse_mixed({row.keyword or name: x for name, row, x in found})
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether a value is a DTensor."""
+    return hasattr(x, "placements")
+
+
+def refuse_mixed(tensors: Mapping[str, Any]) -> None:
+    """Raises if some of these tensors are DTensors and some are not.
+
+    Raises:
+        InvalidInputError: Naming one of the fewer.
+    """
+    of_mesh = [name for name, x in tensors.items() if is_dtensor(x)]
+    if of_mesh and len(of_mesh) < len(tensors):
+        plain, kinds = [name for name in tensors if name not in of_mesh], ("a DTensor", "a plain tensor")
+        few, many = (of_mesh, plain) if len(of_mesh) < len(plain) else (plain, of_mesh)
+        is_, are = kinds if few is of_mesh else kinds[::-1]
+        must = f"but {many[0]} is {are}: give all as DTensors, or the local tensors of all"
+        raise InvalidInputError(few[0], f"is {is_}, {must}")
 
 
 def given(record: object, rows: Mapping[str, Argument]) -> list[tuple[str, Argument, Tensor]]:

@@ -7,7 +7,7 @@ import numbers
 import torch
 from torch import Tensor, nn
 
-from flashtile.call.arguments import check_tensor, finite, integer
+from flashtile.call.arguments import check_tensor, finite, integer, refuse_mixed
 from flashtile.core.errors import InvalidInputError, shown
 
 __all__ = ["RotaryEmbedding", "apply_rotary", "row_positions"]
@@ -60,6 +60,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fal
     _check_rows(x)
     check_tensor("cos", cos)
     check_tensor("sin", sin)
+    if not type(x) is type(cos) is type(sin):
+        refuse_mixed({"x": x, "cos": cos, "sin": sin})
     if sin.shape != cos.shape:
         raise InvalidInputError("sin", f"has shape {tuple(sin.shape)}, but cos has {tuple(cos.shape)}")
     rotary_dim = 2 * cos.shape[-1]

@@ -119,6 +119,9 @@ def _call(given: dict[str, Any]) -> Any:
     q, k, v, mesh = (given[name] for name in ("q", "k", "v", "mesh"))
     if any(hasattr(x, "placements") for x in (q, k, v)):  # DTensors
         return dtensors.run(attention, **given, **keywords)
+    for name, x in keywords.items():
+        if hasattr(x, "placements"):
+            raise InvalidInputError(name, "is a DTensor, but q, k and v are not: give the whole as a plain tensor")
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError("torch.func: attention over ranks has no transforms")
     tensors, asked, _ = asked_of("attention", (q, k, v), keywords, OverRanks)

@@ -8,15 +8,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashtile.call.arguments import is_dtensor
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.distributed.exchange import ranks_of
 
 _TENSORS = ("q", "k", "v", "alibi_slopes", "attn_mask", "attn_bias", "sinks")
-
-
-def is_one(x: object) -> bool:
-    """Whether a value is a DTensor."""
-    return hasattr(x, "placements")
 
 
 def run(attention: Callable[..., Any], *, mesh: DeviceMesh, **given: Any) -> Any:
@@ -32,7 +28,7 @@ def run(attention: Callable[..., Any], *, mesh: DeviceMesh, **given: Any) -> Any
     q, v, packed = given["q"], given["v"], given["cu_seqlens_q"] is not None
     rows = 0 if packed else 1
     for name in "kv":
-        if not (is_one(given[name]) and is_one(q)) or given[name].placements != q.placements:
+        if not (is_dtensor(given[name]) and is_dtensor(q)) or given[name].placements != q.placements:
             raise InvalidInputError(name, f"is placed as {_shown(given[name])}, but q as {_shown(q)}")
     along = [i for i, placed in enumerate(q.placements) if placed.is_shard(rows)]
     if any(placed.is_partial() for placed in q.placements):
@@ -46,7 +42,7 @@ def run(attention: Callable[..., Any], *, mesh: DeviceMesh, **given: Any) -> Any
         )
     if not packed:
         given |= {"seqlen_q": q.shape[1], "seqlen_k": given["k"].shape[1]}
-    local = {name: x.to_local() if name in _TENSORS and is_one(x) else x for name, x in given.items()}
+    local = {name: x.to_local() if name in _TENSORS and is_dtensor(x) else x for name, x in given.items()}
     found = attention(mesh=mesh, **local)
     out = _placed(found[0] if given.get("return_lse") else found, q, q.placements, (*q.shape[:-1], v.shape[-1]))
     if not given.get("return_lse"):
@@ -67,7 +63,7 @@ def _placed(x: Any, like: Any, placements: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _shown(x: Any) -> str:
-    return str(tuple(x.placements)) if is_one(x) else "no DTensor"
+    return str(tuple(x.placements)) if is_dtensor(x) else "no DTensor"
 
 
 def _members(mesh: DeviceMesh, along: list[int]) -> list[int]:

@@ -244,7 +244,10 @@ class Operation(Generic[T, S]):
                 break
         else:
             return
-        arguments.given(t, self.rows)  # names what is no tensor, and not of a subclass either
+        found = arguments.given(t, self.rows)  # names what is no tensor, and not of a subclass either
+        of_mesh = [row.keyword or name for name, row, x in found if arguments.is_dtensor(x)]
+        if of_mesh:  # the last one, since out is made like q
+            raise InvalidInputError(of_mesh[-1], f"is a DTensor, but {self.what} takes local tensors alone")
         if gradients:
             refuse_gradients(self.rows, self.values(t), self.what)
 
