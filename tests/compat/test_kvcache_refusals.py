@@ -90,6 +90,37 @@ BAD_CALLS = {
 }
 
 
+# By the words of the error that say what to give instead.
+CURES = {
+    "k: .*for pages block_table is missing": lambda: varlen(block_table=None),
+    "v: .*for pages block_table is missing": lambda: varlen(block_table=None, k=torch.zeros(26, 2, 16)),
+    "k: .*for pages flash_attn_with_kvcache has page_table": lambda: fa3.flash_attn_varlen_func(
+        torch.zeros(4, 2, 16), *[torch.zeros(2, 8, 2, 16)] * 2, *[int32((0, 4))] * 2, 4, 4
+    ),
+    "cache_seqlens: .* without block_table": lambda: second(block_table=None, cache_seqlens=int32((9, 0, 3))),
+    "cache_seqlens: .*cache of 8 without block_table": lambda: second(block_table=None, cache_seqlens=9),
+    "k_cache: .* without cache_batch_idx and block_table": lambda: second(
+        block_table=None, k_cache=torch.zeros(2, 8, 2, 16), v_cache=torch.zeros(2, 8, 2, 16)
+    ),
+    "cache_seqlens: .* without page_table": lambda: third(page_table=None, cache_seqlens=int32((9, 0, 3))),
+    "block_table: .* of two new keys in its row 3 one would be lost": lambda: second(
+        block_table=int32([[0], [1], [0]]), cache_seqlens=int32((3, 3, 3))
+    ),
+    "k_descale: .* has k_scale for 8-bit caches": lambda: third(k_descale=torch.ones(3, 2)),
+    "v_descale: .* has v_scale for 8-bit caches": lambda: third(v_descale=torch.ones(3, 2)),
+    "q_descale: .*q has torch.float32$": lambda: third(q_descale=torch.ones(3, 2)),
+    "alibi_slopes: .*flashtile.mods.alibi": lambda: fa2.flash_attn_func(
+        *[torch.zeros(1, 4, 2, 8)] * 3, alibi_slopes=torch.zeros(2, requires_grad=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("words", CURES)
+def test_errors_say_what_to_give_instead(words: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{words}"):
+        CURES[words]()
+
+
 @pytest.mark.parametrize("case", BAD_CALLS)
 def test_bad_calls_name_their_argument(case: str) -> None:
     argument, call = BAD_CALLS[case]

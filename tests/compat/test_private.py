@@ -144,6 +144,8 @@ def test_refusals_name_their_argument() -> None:
             private._flash_attn_varlen_forward(*start, **{name: cu})
     with pytest.raises(RuntimeError, match="^num_splits > 1 is not supported"):
         private._flash_attn_varlen_forward(*start, num_splits=2)
+    with pytest.raises(InvalidInputError, match="^k: .*block_table is missing"):
+        private._flash_attn_varlen_forward(x, x[None], x[None], *start[3:])
     q = torch.zeros(1, 4, 2, 8)
     lse = torch.zeros(1, 2, 4)
     tail = (0.0, 1.0, False, -1, -1, 0.0, None, False)

@@ -85,3 +85,52 @@ def error(lengths: Lengths, kind: str, backend: str, *, packed: bool = False) ->
         call["max_seqlen_q"] = rows
     out = flashtile.attention_with_kvcache(q, k, v, **call, **given)
     return float((out.view(batch, rows, heads, DIM).double() - torch.stack(want)).abs().max())
+
+
+LARGE = (-3e5, -1e9, torch.finfo(torch.float32).min, torch.finfo(torch.float32).max)
+
+
+def large_error(value: float, backend: str, *, page_size: int = 0, packed: bool = False, sinks: bool = False) -> float:
+    """How far rows of scores that a function makes as large as ``value`` are from their definition at most, lse too.
+
+    A row of its own scores, one of which each is ``value``, one of which every third is, one whose scores differ by
+    quarters if float32 has those, and one that is empty.
+    """
+    make = torch.Generator().manual_seed(7)
+    lengths, rows, heads = (200, 67), 5, HEADS * GROUP
+    q = torch.randn(len(lengths), rows, heads, DIM, generator=make)
+    k, v = (torch.randn(len(lengths), 208, HEADS, DIM, generator=make) for _ in range(2))
+    j = torch.arange(208)
+    steps = value + 0.25 * (j % 5) if abs(value) < 1e6 else torch.full((208,), value)
+    table = torch.stack((j * 0.0, j * 0.0 + value, value * (j % 3 == 0), steps, j * 0.0 - torch.inf)).float()
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.where(table[q_idx, kv_idx] == 0, score, table[q_idx, kv_idx])
+
+    logits = torch.full((heads,), value) if sinks else None
+    want, want_lse = [], []
+    for b, length in enumerate(lengths):
+        keys, values = (x[b, :length].double().repeat_interleave(GROUP, 1).transpose(0, 1) for x in (k, v))
+        scores = q[b].double().transpose(0, 1) @ keys.transpose(1, 2) / DIM**0.5
+        scores = torch.where(table[:, :length] == 0, scores, table[:, :length].double())
+        if logits is not None:
+            scores = torch.cat((scores, logits.double()[:, None, None].expand(-1, rows, 1)), -1)
+        want.append((torch.softmax(scores, -1).nan_to_num(0)[..., :length] @ values).transpose(0, 1))
+        want_lse.append(torch.logsumexp(scores, -1))
+    call: dict[str, Any] = {}
+    if page_size:
+        k, v = (x.unflatten(1, (-1, page_size)).flatten(0, 1).flip(0).contiguous() for x in (k, v))
+        call["page_table"] = torch.arange(len(k), dtype=torch.int32).flip(0).view(len(lengths), -1)
+    if packed:
+        q = q.flatten(0, 1)
+        call |= {"cu_seqlens_q": torch.tensor([0, rows, 2 * rows], dtype=torch.int32), "max_seqlen_q": rows}
+    out, lse = flashtile.attention_with_kvcache(
+        q, k, v, cache_seqlens=torch.tensor(lengths, dtype=torch.int32), causal=False, score_mod=score_mod,
+        sinks=logits, return_lse=True, backend=backend, **call,
+    )  # fmt: skip
+    wanted = torch.stack(want_lse).float()
+    assert lse.is_contiguous() and lse.shape == ((heads, len(lengths) * rows) if packed else wanted.shape)
+    lse = lse.view(heads, len(lengths), rows).transpose(0, 1) if packed else lse
+    # Of the size of lse, since a large one is rounded; where both are infinite they are equal.
+    apart = torch.where(lse == wanted, 0.0, (lse - wanted) / wanted.abs().clamp(min=1))
+    return max(float((out.view(*torch.stack(want).shape) - torch.stack(want)).abs().max()), float(apart.abs().max()))

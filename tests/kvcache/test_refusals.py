@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import InvalidInputError, UnsupportedError, masks
+from flashtile import InvalidInputError, UnsupportedError, masks, reference
 from flashtile.call.cached_arguments import FLOAT8, CacheOptions, CacheTensors
 from flashtile.call.cached_problem import problem_of
 from flashtile.ops.cached import CACHED
@@ -28,6 +28,8 @@ COS = torch.ones(30, 4)
 SLOTS = torch.arange(6).view(2, 3)
 TREE = torch.ones(2, 3, 3).tril() > 0
 BITS = CACHE.to(FLOAT8)
+# Pages of two rows.
+SMALL: dict[str, Any] = {"k_cache": CACHE.view(24, 2, 2, 8), "v_cache": CACHE.view(24, 2, 2, 8).clone()}
 
 
 def new(**changes: Any) -> dict[str, Any]:
@@ -44,6 +46,15 @@ def paged(**changes: Any) -> dict[str, Any]:
 
 def packed(**changes: Any) -> dict[str, Any]:
     return {"q": ROWS, "cu_seqlens_q": BOUNDS} | changes
+
+
+def meeting(**changes: Any) -> dict[str, Any]:
+    """New keys at rows 5 to 7 and 7 to 9."""
+    return separate(cache_seqlens=index(5, 7)) | changes
+
+
+def packed_slots(slots: Tensor) -> dict[str, Any]:
+    return packed(v_cache=CACHE.clone(), k=PACKED_NEW, v=PACKED_NEW, slot_mapping=slots)
 
 
 def rotary(**changes: Any) -> dict[str, Any]:
@@ -232,6 +243,17 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "slot_mapping below -1": ("slot_mapping", separate(slot_mapping=SLOTS - 2)),
     "slot_mapping of a slot past the last": ("slot_mapping", separate(slot_mapping=SLOTS + 43)),
     "slot_mapping of a page past the last": ("slot_mapping", separate(page_table=PAGES, slot_mapping=SLOTS + 43)),
+    "slot_mapping of a slot twice": ("slot_mapping", separate(slot_mapping=SLOTS % 5)),
+    "slot_mapping of a slot twice where packed": ("slot_mapping", packed_slots(index(3, -1, 4, 7, 3))),
+    "cache_batch_idx of one entry": ("cache_batch_idx", meeting(cache_batch_idx=index(1, 1))),
+    "page_table of one page": ("page_table", meeting(page_table=index([1, 0], [1, 2]))),
+    "page_table of one page twice": (
+        "page_table", meeting(cache_seqlens=index(3, 0), page_table=index([2, 0, 0], [3, 4, 5]), **SMALL),
+    ),
+    "page_table of one page in other places": (
+        "page_table", meeting(cache_seqlens=index(1, 4), page_table=index([2, 0, -1, -1], [1, 3, 0, 5]), **SMALL),
+    ),
+    "page_indices of one page": ("page_indices", meeting(**PAGED | {"page_indices": index(1, 1, 2)})),
     "return_lse None": ("return_lse", {"return_lse": None}),
     "out a list": ("out", {"out": [1.0]}),
     "out shape": ("out", {"out": torch.empty(2, 3, 4, 6)}),
@@ -263,10 +285,15 @@ def test_says_what_it_is_and_what_it_must_be() -> None:
         "k_cache dtype": r"dtype is torch.float16, must be float8_e4m3fn, float8_e5m2 or q's torch.float32$",
         "k_cache of rank 3": r"must have 4: \(entries, capacity, num_heads_kv, head_dim\)$",
         "k_scale of rank 3": r"must have 1 or 2: \(num_heads_kv,\) or \(entries, num_heads_kv\)$",
-        "k_cache with fewer entries": r"entries is 1, must be at least the batch of 2 without cache_batch_idx$",
+        "k_cache with fewer entries": r"at least the batch of 2 without cache_batch_idx and page_table$",
         "page_table past the pages": r"has 3, but k_cache has 3 pages; it is used by sequence 1$",
-        "cache_seqlens past the cache with new": r"14 and 3 new keys do not fit into sequence 1's cache of 16$",
-        "cache_seqlens too many": r"17 does not fit into a cache of 16$",
+        "cache_seqlens past the cache with new": r"14 and 3 new keys do not fit into sequence 1's cache of 16 without",
+        "cache_seqlens too many": r"17 does not fit into a cache of 16 without page_table$",
+        "cache_seqlens too many in pages": r"33 does not fit into a cache of 32$",
+        "cache_batch_idx of one entry": r"has 1 for sequences 0 and 1: of two new keys in its row 7 one would be lost$",
+        "page_table of one page": r"has 1 for sequences 0 and 1: of two new keys in its row 7 one would be lost$",
+        "page_table of one page twice": r"has 0 for sequence 0 twice: of two new keys in its row 1 one would be lost$",
+        "slot_mapping of a slot twice": r"has 0 twice: of two new keys in one slot one would be lost$",
         "rotary_cos too short": r"has 11 positions, but sequence 1 rotates at 11$",
         "tree_mask int32": r"dtype is torch.int32, must be bool \(batch, T, T\) or int64 words \(batch, T\)$",
         "tree_mask rows": r"is of trees of 2 rows, but q has seqlen_q 3$",
@@ -332,6 +359,28 @@ def test_one_tensor_as_both_caches_is_refused_while_appending() -> None:
     alone = torch.empty(3, 16, 2, 2, 8)
     flashtile.attention_with_kvcache(Q, *alone.unbind(2), cache_seqlens=0, k=keys, v=values)
     assert torch.equal(alone[:2, :3, 0], keys) and torch.equal(alone[:2, :3, 1], values)
+
+
+SHARED: dict[str, tuple[Tensor, dict[str, Any]]] = {
+    "pages of a prefix": (index(8, 8), {"page_table": index([1, 2, 3], [1, 2, 4])}),
+    "a page that is full, later in another order": (index(8, 9), {"page_table": index([1, 2, 3], [2, 1, 4])}),
+    "a page that two append to in other rows": (index(0, 3), {"page_table": index([1, 2], [1, 2])}),
+    "an entry that two append to in other rows": (index(0, 3), {"cache_batch_idx": index(2, 2)}),
+    "an entry of a sequence that is none": (index(2, -1), {"cache_batch_idx": index(2, 2)}),
+    "nowhere": (index(2, 1), {"slot_mapping": torch.tensor([[7, -1, 8], [-1, -1, 9]])}),
+    "slots of a sequence that is none": (index(1, -1), {"slot_mapping": torch.tensor([[7, 0, 8], [8, 7, 9]])}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_is_shared_is_computed_where_no_two_new_keys_meet(name: str) -> None:
+    lengths, changes = SHARED[name]
+    pages = CACHE.view(-1, 4, 2, 8) if "page_table" in changes else CACHE
+    tensors = CacheTensors(torch.empty_like(Q), Q, pages, pages.flip(0), lengths, k=NEW, v=NEW.flip(0), **changes)
+    want, _ = reference.attention_with_kvcache(problem_of(tensors, CacheOptions(window_right=0)), tensors)
+    caches = tensors.k_cache.clone(), tensors.v_cache.clone()
+    got = flashtile.attention_with_kvcache(Q, *caches, cache_seqlens=lengths, k=NEW, v=NEW.flip(0), **changes)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
 
 
 def test_explain_takes_a_call_over_a_cache() -> None:

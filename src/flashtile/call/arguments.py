@@ -307,7 +307,8 @@ def _check_types(t: Tensors) -> None:
     found = given(t, TENSORS)
     for name, row, x in found:
         if x.requires_grad and row.gradient is None:
-            raise InvalidInputError(name, "requires grad, but has no gradient: detach it, or use attn_bias")
+            trained = "score_mod=flashtile.mods.alibi(slopes)" if name == "alibi_slopes" else "attn_bias"
+            raise InvalidInputError(name, f"requires grad, but has no gradient: detach it, or use {trained}")
     refuse_mixed({row.keyword or name: x for name, row, x in found})
 
 

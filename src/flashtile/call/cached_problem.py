@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +161,7 @@ def _check_sizes(t: CacheTensors, sizes: dict[str, int]) -> None:
     if t.in_pages and sizes["page_size"] == 0:
         raise InvalidInputError("k_cache", "page_size is 0, must be at least 1")
     if not t.in_pages and t.cache_batch_idx is None and sizes["entries"] < sizes["batch"]:
-        must = f"must be at least the batch of {sizes['batch']} without cache_batch_idx"
+        must = f"must be at least the batch of {sizes['batch']} without cache_batch_idx and page_table"
         raise InvalidInputError("k_cache", f"entries is {sizes['entries']}, {must}")
     turned = 2 * sizes.get("rotary_dim/2", 0)
     if turned > sizes["head_dim"]:
@@ -204,7 +205,14 @@ def check_length(t: CacheTensors, length: int) -> None:
     new = 0 if t.k is None or t.cu_seqlens_k_new is not None or t.k.dim() != 4 else t.k.shape[1]
     if length + new > capacity:
         more = f" and {new} new keys do" if new else " does"
-        raise InvalidInputError("cache_seqlens", f"{length}{more} not fit into a cache of {capacity}")
+        raise InvalidInputError(
+            "cache_seqlens", f"{length}{more} not fit into a cache of {capacity}{_without_pages(t)}"
+        )
+
+
+def _without_pages(t: CacheTensors) -> str:
+    """What to add of caches that may be in pages, unknown to the call."""
+    return "" if t.in_pages else " without page_table"
 
 
 def check_apart(t: CacheTensors) -> None:
@@ -217,6 +225,8 @@ def check_apart(t: CacheTensors) -> None:
 
 def check_values(problem: Problem, tensors: CacheTensors) -> None:
     """Checks that caches are two, and what index tensors hold: lengths, padding, entries, pages, positions and bounds.
+
+    No two new keys may be written to one row. Entries and pages that are only read may be those of many sequences.
 
     On a GPU this waits for the device, so callers run it only when ``FLASHTILE_CHECK`` is set.
 
@@ -233,27 +243,29 @@ def check_values(problem: Problem, tensors: CacheTensors) -> None:
         room = capacity if t.page_indptr is None else min(capacity, len(pages[b]) * problem.keys.page_size)
         if length + new[b] > room:
             more = f" and {new[b]} new keys do" if new[b] else " does"
-            raise InvalidInputError("cache_seqlens", f"{length}{more} not fit into sequence {b}'s cache of {room}")
+            own = f"sequence {b}'s cache of {room}{_without_pages(t)}"
+            raise InvalidInputError("cache_seqlens", f"{length}{more} not fit into {own}")
     leftpad = [0] * batch if t.cache_leftpad is None else t.cache_leftpad.tolist()
     for b, first in enumerate(leftpad):
         if first < 0:
             raise InvalidInputError("cache_leftpad", f"is {first} for sequence {b}, must be at least 0")
+    size, places = t.k_cache.shape[1], list[list[int]]()
     if t.cache_batch_idx is not None:
-        _check_range("cache_batch_idx", t.cache_batch_idx.tolist(), t.k_cache.shape[0], "entries")
+        entries = t.cache_batch_idx.tolist()
+        _check_range("cache_batch_idx", entries, t.k_cache.shape[0], "entries")
+        places = [[entry] for entry in entries]
+    name = "cache_batch_idx" if not t.in_pages else "page_table" if t.page_indptr is None else "page_indices"
     if pages:
-        size = problem.keys.page_size
         for b, table in enumerate(pages):
             stop = lengths[b] + new[b]
             start = min(leftpad[b], lengths[b]) if new[b] and t.slot_mapping is None else leftpad[b]
             used = table[start // size : -(-stop // size)].tolist() if start < stop else []
-            _check_range(
-                "page_table" if t.page_indptr is None else "page_indices",
-                used,
-                t.k_cache.shape[0],
-                f"pages; it is used by sequence {b}",
-            )
+            _check_range(name, used, t.k_cache.shape[0], f"pages; it is used by sequence {b}")
+            places.append(used[lengths[b] // size - start // size :])
     if t.slot_mapping is not None:
         _check_slots(t)
+    elif places and t.k is not None:
+        _check_new_rows(name, size, places, lengths, new)
     if t.tree_mask is not None:
         rows, new = _check_tree_values(t, t.tree_mask.cpu(), rows, new)
     if t.rotary_cos is not None:
@@ -332,6 +344,31 @@ def _check_slots(t: CacheTensors) -> None:
     wrong = slots[(slots < -1) | (slots >= count)].tolist()
     if wrong:
         raise InvalidInputError("slot_mapping", f"has {wrong[0]}, must be -1 or one of k_cache's {count} slots")
+    written = t.cache_seqlens >= 0
+    if t.cu_seqlens_k_new is not None:
+        written = written.repeat_interleave(t.cu_seqlens_k_new.diff())
+    taken = slots[written]
+    taken = taken[taken >= 0].sort().values
+    twice = taken[1:][taken[1:] == taken[:-1]].tolist()
+    if twice:
+        raise InvalidInputError("slot_mapping", f"has {twice[0]} twice: of two new keys in one slot one would be lost")
+
+
+def _check_new_rows(name: str, size: int, places: list[list[int]], lengths: list[int], new: list[int]) -> None:
+    """Refuses two new keys in one row, of which one would be lost.
+
+    ``places`` are the entries or pages, of ``size`` rows, of each sequence from that of its first new key on.
+    """
+    spans = defaultdict[int, list[tuple[int, int, int]]](list)
+    for b, (length, count) in enumerate(zip(lengths, new, strict=True)):
+        for n, place in enumerate(places[b] if count else ()):
+            start, stop = 0 if n else length % size, min(length % size + count - n * size, size)
+            for other, first, end in spans[place]:
+                if (row := max(first, start)) < min(end, stop):
+                    who = f"sequence {b} twice" if other == b else f"sequences {other} and {b}"
+                    lost = f"of two new keys in its row {row} one would be lost"
+                    raise InvalidInputError(name, f"has {place} for {who}: {lost}")
+            spans[place].append((b, start, stop))
 
 
 def _check_range(name: str, values: list[int], count: int, what: str) -> None:

@@ -80,7 +80,9 @@ def refuse_descales(q: Tensor, descales: tuple[Tensor | None, ...]) -> None:
     """Raises ``InvalidInputError`` for a descale whose q does not have 8 bits."""
     for name, descale in zip(_NAMES, descales, strict=True):
         if descale is not None:
-            raise InvalidInputError(name, f"is given, but goes with a float8_e4m3fn q; q has {q.dtype}")
+            scale = f"{name[0]}_scale"  # a cache's keys or values may have 8 bits alone
+            of_cache = "" if name == "q_descale" else f": flashtile.attention_with_kvcache has {scale} for 8-bit caches"
+            raise InvalidInputError(name, f"is given, but goes with a float8_e4m3fn q; q has {q.dtype}{of_cache}")
 
 
 def eight_bits(name: str, x: Any) -> Tensor:

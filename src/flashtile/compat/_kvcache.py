@@ -134,6 +134,13 @@ def attend_pages(tensors: tuple[Any, ...], lengths: tuple[Any, ...], block_table
     return (out, lse, out.new_empty(0)) if probs else out
 
 
+def refuse_pages(q: Any, k: Any, v: Any, hint: str) -> None:
+    """Raises for keys or values in pages beside packed queries, without a table; ``hint`` says where it goes."""
+    for name, x in (("k", k), ("v", v)):
+        if isinstance(x, Tensor) and x.dim() == 4 and isinstance(q, Tensor) and q.dim() == 3:
+            raise InvalidInputError(name, f"has 4 dimensions, must have 3 for packed sequences; for pages {hint}")
+
+
 @torch.no_grad()
 def paged(
     tensors: tuple[Any, ...],

@@ -103,6 +103,7 @@ def _flash_attn_varlen_forward(
         meaning = (softmax_scale, causal, (bound(window_size_left), bound(window_size_right)), softcap, alibi_slopes)
         bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
         return _in_pages((q, k, v), bounds, longest, seqused_k, block_table, dropout_p, meaning)
+    _kvcache.refuse_pages(q, k, v, "block_table is missing")
     refuse("seqused_k", seqused_k, "without a block_table, using a part of each sequence is not supported here")
     tensors = Tensors(q, k, v, alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     plain = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)

@@ -155,6 +155,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return _kvcache.attend_pages((q, k, v), lengths, block_table, tail)
+    _kvcache.refuse_pages(q, k, v, "block_table is missing")
     longest = length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
     return _attend((q, k, v, cu_seqlens_q, cu_seqlens_k, *longest), tail)
 

@@ -176,6 +176,7 @@ def flash_attn_varlen_func(
     """
     _check_features(sm_margin, num_splits, pack_gqa)
     given = _keywords(softmax_scale, causal, (window_size, attention_chunk), softcap, deterministic, return_attn_probs)
+    _kvcache.refuse_pages(q, k, v, "flash_attn_with_kvcache has page_table")
     order = None
     if seqused_q is not None:
         order, cu_seqlens_q = used_first("q", q, cu_seqlens_q, seqused_q)
