@@ -87,11 +87,11 @@ def functions_of(
     left = right = None
     cap = 0.0
     if score_mod is not None:
-        score = lowered(score_mod, "score_mod", "score", not softcap)
+        score = lowered(score_mod, "score_mod", "score", not softcap, t.q.device)
         cap = score.softcap
         found.append(score)
     if mask_mod is not None:
-        mask = lowered(mask_mod, "mask_mod", "mask", has_shift)
+        mask = lowered(mask_mod, "mask_mod", "mask", has_shift, t.q.device)
         found.append(mask)
         for is_right, most in mask.bounds:
             if is_right:

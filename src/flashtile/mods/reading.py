@@ -17,7 +17,7 @@ _GETTERS = (
     "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_leaf", "is_meta", "is_cpu",
     "is_sparse", "is_quantized", "is_nested", "names", "itemsize", "nbytes", "grad_fn",
 )  # fmt: skip
-_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
+_SHAPE, _NDIM = Tensor.shape.__get__, Tensor.ndim.__get__  # type: ignore[attr-defined]
 _VIEWS = {
     "transpose", "permute", "view", "unsqueeze", "squeeze", "expand", "select", "narrow", "detach", "movedim",
     "diagonal", "t", "unflatten", "view_as", "swapaxes", "swapdims", "moveaxis", "expand_as", "alias", "adjoint",
@@ -29,6 +29,10 @@ Step = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 class Refused(Exception):
     """What a function may not do."""
+
+
+class TraceError(Exception):
+    """A function that is no mod; says why, and where the user's code does it."""
 
 
 class View(NamedTuple):
@@ -56,15 +60,27 @@ def is_metadata(func: Any, name: str) -> bool:
     return name in _METADATA
 
 
-def of_metadata(recorder: Any, x: Tensor, view: Any, func: Any, name: str, args: Any, kwargs: Any, lifts: bool) -> Any:
-    """The result of such a function; if ``lifts``, lengths are numbers that may vary."""
-    recorder.asked_lengths |= name not in ("__get__", "dim", "ndimension") or func == _SHAPE
-    if lifts:
-        if func == _SHAPE or (name == "size" and not args and not kwargs):
-            return tuple(recorder.size(view, d) for d in range(x.dim()))
-        if name == "size" and len(args) == 1 and type(args[0]) is int and -x.dim() <= args[0] < x.dim():
-            return recorder.size(view, args[0] % x.dim())
+def of_metadata(recorder: Any, x: Tensor, view: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """The result of such a function; where lengths may vary they are numbers of the graph."""
+    if name in ("dim", "ndimension", "is_floating_point") or func == _NDIM:  # one graph has one
+        return func(x, *args, **kwargs)
+    if func == _SHAPE or (name == "size" and not args and not kwargs):
+        return lengths_of(recorder, view, x, range(x.dim()))
+    if name == "size" and len(args) == 1 and type(args[0]) is int and -x.dim() <= args[0] < x.dim():
+        return lengths_of(recorder, view, x, [args[0] % x.dim()])[0]
+    if recorder.lifts:
+        raise Refused(f"asks for {name} of a captured tensor")
+    recorder.asked_lengths = True
+    recorder.asked_more |= name not in ("__len__", "numel", "nelement", "size")
     return func(x, *args, **kwargs)
+
+
+def lengths_of(recorder: Any, view: View, x: Tensor, dims: Sequence[int]) -> Any:
+    """Lengths of a view."""
+    recorder.asked_lengths = True
+    if recorder.lifts:
+        return tuple(recorder.size(view, d) for d in dims)
+    return torch.Size(x.shape[d] for d in dims)
 
 
 def viewed(recorder: Any, x: Tensor, view: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -77,13 +93,22 @@ def viewed(recorder: Any, x: Tensor, view: Any, func: Any, name: str, args: Any,
     if name == "__get__":
         getter = next((each for each in _VIEW_GETTERS if func == getattr(Tensor, each).__get__), None)
         return None if getter is None else _view(recorder, x, view, (".", (getter,), ()))
-    return _view(recorder, x, view, (name, tuple(args), tuple(kwargs.items()))) if name in _VIEWS else None
+    if name not in _VIEWS:
+        return None
+    if name in ("view_as", "expand_as", "squeeze"):
+        # What they make depends on lengths. A step holds no tensor.
+        lengths_of(recorder, view, x, [])
+        if recorder.lifts:
+            raise Refused(f"asks for {name} of a captured tensor")
+        if name != "squeeze":
+            name, args = name[:-3], (tuple(args[0].shape),)
+    return _view(recorder, x, view, (name, tuple(args), tuple(kwargs.items())))
 
 
 def _view(recorder: Any, x: Tensor, view: View, step: Step) -> Tensor:
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         made = taken(x, step)
-        if not x.is_meta and x.numel() and made.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+        if made.untyped_storage()._cdata != x.untyped_storage()._cdata:
             raise Refused("copies a captured tensor: do it outside of the function")
     recorder.add_view(made, View(view.tensor, (*view.steps, step)))
     return made
@@ -130,20 +155,21 @@ class Reading:
 
     def _loaded(self, x: Any) -> Any:
         """An index that is itself a captured tensor without dimensions is loaded."""
-        view = self._recorder.view_of(x) if isinstance(x, Tensor) else None
-        return x if view is None else self._recorder.load(view, (), x.dtype)
+        is_captured = self._recorder.is_captured(x)
+        return self._recorder.load(self._recorder.view_of(x), (), x.dtype) if is_captured else x
 
     def __getitem__(self, index: Any) -> Any:
         return self.at(index if isinstance(index, tuple) else (index,))
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> Any:
         """Of the dimensions that are left."""
-        return torch.Size(n for n, x in zip(self._tensor.shape, self._index, strict=True) if x is None)
+        left = [d for d, x in enumerate(self._index) if x is None]
+        return lengths_of(self._recorder, self._view, self._tensor, left)
 
     def __getattr__(self, name: str) -> Any:
         raise Refused(
-            f"{name} of a captured tensor of which {len(self.shape)} dimensions are not indexed: index these too"
+            f"{name} of a captured tensor of which {self._index.count(None)} dimensions are not indexed: index these too"
         )
 
     @classmethod

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,9 +14,9 @@ from torch import Tensor
 from flashtile.core.errors import InvalidInputError
 from flashtile.mods import recognise
 from flashtile.mods.build import with_values
-from flashtile.mods.captured import Captured, Path, at_path, captured
+from flashtile.mods.captured import Captured, captured, with_numbers
 from flashtile.mods.graph import Graph, kind_of, parse
-from flashtile.mods.reading import taken
+from flashtile.mods.reading import TraceError, taken
 
 if TYPE_CHECKING:
     from flashtile.mods.trace import Traced
@@ -87,6 +89,8 @@ class _Kept(NamedTuple):
     cap: tuple[float | None, Any] | None
 
 
+# What is kept of a function, and the tensors and numbers that it reads now.
+_Read = tuple[_Kept, Sequence[Tensor], Sequence[float]]
 _PARAMETERS = {"score": ("score", "b", "h", "q_idx", "kv_idx"), "mask": ("b", "h", "q_idx", "kv_idx")}
 _MOST = 1024
 _FLOAT32 = torch.finfo(torch.float32)
@@ -95,7 +99,13 @@ _kept: dict[Any, _Kept | None] = {}
 _of_values: dict[Any, _Kept] = {}
 
 
-def lowered(f: Callable[..., Any], argument: str, what: str, recognises: bool = True) -> Lowered:
+def lowered(
+    f: Callable[..., Any],
+    argument: str,
+    what: str,
+    recognises: bool = True,
+    device: torch.device | None = None,
+) -> Lowered:
     """A function's text, tensors and numbers; a function whose code and kinds of values are known costs a look-up.
 
     Args:
@@ -103,95 +113,129 @@ def lowered(f: Callable[..., Any], argument: str, what: str, recognises: bool = 
         argument: How errors name it.
         what: "score" or "mask".
         recognises: Whether bounds and a softcap are taken out of it.
+        device: Where the call computes.
 
     Raises:
         InvalidInputError: It does what no mod may do; names the operator and the user's line.
     """
-    if torch.compiler.is_compiling():
-        kept, fixed = _known(f, argument, what)
-        for path, value in fixed:
-            if at_path(f, path) != value:  # torch.compile guards what it compares
-                raise InvalidInputError(argument, "reads a number that changed while torch.compile ran")
-        return _of_call(kept, recognises, lambda path: at_path(f, path), lambda path: at_path(f, path))
+    if torch.compiler.is_dynamo_compiling():
+        from flashtile.mods.compiled import RECORDED
+
+        kept, tensors, numbers = RECORDED(f, argument, what, device or torch.device("cpu"))
+    else:
+        kept, tensors, numbers = recorded(f, argument, what)
+    return _of_call(kept, recognises, tensors, numbers)
+
+
+def recorded(f: Callable[..., Any], argument: str, what: str) -> _Read:
+    """What is kept of a function, and the tensors and numbers that it reads now."""
+    # What torch.compile cannot trace of it must not be compiled piece by piece.
+    return (_disabled(_recorded) if "torch._dynamo" in sys.modules else _recorded)(f, argument, what)
+
+
+# It takes seconds to import.
+_disabled = functools.cache(torch.compiler.disable)
+
+
+def _recorded(f: Callable[..., Any], argument: str, what: str) -> _Read:
     if not callable(f):
         raise InvalidInputError(argument, f"is of type {type(f).__name__}, must be a function of {_signature(what)}")
     found = captured(f)
-    kept = _kept_of(f, found, argument, what)
-    return _of_call(kept, recognises, found.tensors.__getitem__, found.numbers.__getitem__)
+    key = None if found is None else _key(found, what)
+    kept = None if found is None else _known(key, found)
+    if kept is not None:
+        assert found is not None
+        return kept, found.tensors, found.numbers
+    _check_parameters(f, argument, what)
+    try:
+        return _traced(f, found, key, what)
+    except TraceError as error:
+        raise InvalidInputError(argument, str(error)) from error
 
 
-def _of_call(kept: _Kept, recognises: bool, tensor: Callable[[Any], Tensor], number: Callable[[Any], float]) -> Lowered:
+def _of_call(kept: _Kept, recognises: bool, tensors: Sequence[Tensor], given: Sequence[float]) -> Lowered:
     """What is kept with the tensors and numbers of a call."""
     _, part, rest, bounds, cap = kept
     found: list[tuple[bool, int]] = []
     softcap = 0.0
     if recognises and rest is not None:
         if cap is not None:
-            softcap = float(number(cap[1]) if cap[0] is None else cap[0])
+            softcap = float(given[cap[1]] if cap[0] is None else cap[0])
         if cap is None or _FLOAT32.tiny <= softcap <= _FLOAT32.max:
             part = rest
             for is_right, most, numbers in bounds:
                 for name, factor in numbers:
-                    most += factor * int(number(name))
+                    most += factor * int(given[name])
                 found.append((is_right, most))
         else:
             softcap = 0.0
     text, operands, places = part
     read = []
     for name, steps in operands:
-        x = tensor(name)
+        x = tensors[name]
         for step in steps:
             x = taken(x, step)
         read.append(x)
-    return Lowered(text, tuple(read), tuple([float(number(n)) for n in places]), tuple(found), softcap)
+    return Lowered(text, tuple(read), tuple([float(given[n]) for n in places]), tuple(found), softcap)
 
 
-def _kept_of(f: Callable[..., Any], found: Captured, argument: str, what: str) -> _Kept:
-    key, values = _keys(found, what)
-    if key in _kept:
-        kept = _kept[key] or _of_values.get((key, values))
-        if kept is not None:
-            return kept
-    traced, varies = _traced(f, found, argument, what)
-    made = _parted(traced)
+def _key(found: Captured, what: str) -> Any:
+    """What a function's graph depends on if it holds for all values."""
+    return what, tuple(found.key), tuple((kind_of(x.dtype), x.dim()) for x in found.tensors)
+
+
+def _values(found: Captured) -> Any:
+    """What it depends on besides if not."""
+    return tuple(map(repr, found.numbers)), tuple(tuple(x.shape) for x in found.tensors)
+
+
+def _known(key: Any, found: Captured) -> _Kept | None:
+    if key not in _kept:
+        return None
+    return _kept[key] or _of_values.get((key, _values(found)))
+
+
+def _traced(f: Callable[..., Any], found: Captured | None, key: Any, what: str) -> _Read:
+    """A function traced, and kept if what it reads is watched."""
+    from flashtile.mods.trace import trace  # what few programs need is not loaded by all
+
+    plain = trace(lambda _: f, what, [] if found is None else found.tensors)
+    made = parted(plain)
+    if found is None or plain.asked_more:
+        return made, plain.tensors, ()
+    varies = not found.numbers and not plain.asked_lengths
+    lifted = None if varies else _lifted(f, found, what, plain)
+    if lifted is not None:
+        made, varies = parted(lifted), True
     if len(_kept) > _MOST or len(_of_values) > _MOST:
         _kept.clear()
         _of_values.clear()
     _kept[key] = made if varies else None
-    _of_values[key, values] = made
+    if not varies:
+        _of_values[key, _values(found)] = made
+    return made, found.tensors, found.numbers
+
+
+def _lifted(f: Callable[..., Any], found: Captured, what: str, plain: Traced) -> Traced | None:
+    """The graph that holds for other numbers and lengths; None if there is none."""
+    from flashtile.mods.trace import trace
+
+    # If not: it asks for the type of a number, or for its value in a way that the other run does not see. Of other
+    # numbers too, since 0 and 1 leave little of a graph.
+    others = [2 * x + 3 for x in found.numbers]
+    try:
+        made = trace(functools.partial(with_numbers, f), what, found.tensors, found.numbers)
+        other = trace(lambda _: with_numbers(f, others.__getitem__), what, found.tensors)
+    except TraceError:
+        return None
+    sizes = [tuple(view.of(found.tensors[view.tensor]).shape) for view in made.operands]
+    for numbers, text in ((found.numbers, plain.graph.text), (others, other.graph.text)):
+        if with_values(made.graph, [numbers[n] for n in made.numbers], sizes) != text:
+            return None
     return made
 
 
-def _keys(found: Captured, what: str) -> tuple[Any, Any]:
-    """What a function's graph depends on: if it holds for all values, and if not."""
-    kinds = tuple((kind_of(x.dtype), x.dim()) for x in found.tensors)
-    return (what, tuple(found.key), kinds), (tuple(found.numbers), tuple(tuple(x.shape) for x in found.tensors))
-
-
-def _traced(f: Callable[..., Any], found: Captured, argument: str, what: str) -> tuple[Traced, bool]:
-    """A function traced, and whether its text holds for other numbers and lengths."""
-    # What few programs need is not loaded by all.
-    from flashtile.mods.trace import TraceError, trace
-
-    _check_parameters(f, argument, what)
-    try:
-        plain = trace(f, what, found.tensors)
-    except TraceError as error:
-        raise InvalidInputError(argument, str(error)) from error
-    if not found.numbers and not plain.asked_lengths:
-        return plain, True
-    try:
-        made = trace(f, what, found.tensors, found.numbers)
-    except TraceError:
-        return plain, False
-    views = [view.of(found.tensors[view.tensor]) for view in made.operands]
-    numbers, sizes = [found.numbers[n] for n in made.numbers], [tuple(x.shape) for x in views]
-    # If not: it asks for the type of a number, or for its value in a way that the other run does not see.
-    varies = with_values(made.graph, numbers, sizes) == plain.graph.text
-    return (made, True) if varies else (plain, False)
-
-
-def _parted(traced: Traced) -> _Kept:
+def parted(traced: Traced) -> _Kept:
     """A graph with what is recognised of it."""
     text = traced.graph.text
     operands, numbers = tuple((view.tensor, view.steps) for view in traced.operands), traced.numbers
@@ -236,31 +280,4 @@ def source_graph(f: Callable[..., Any]) -> Graph:
     """The graph of a score mod or a mask mod, told apart by the number of their parameters."""
     required = [p for p in inspect.signature(f).parameters.values() if p.default is p.empty]
     what = "score" if len(required) == len(_PARAMETERS["score"]) else "mask"
-    return parse(_kept_of(f, captured(f), f"{what}_mod", what).text)
-
-
-def _known(f: Callable[..., Any], argument: str, what: str) -> tuple[_Kept, tuple[tuple[Path, Any], ...]]:
-    """What torch.compile takes as a constant, with paths in place of places; and the values that must stay."""
-    found = captured(f)
-    kept = _kept_of(f, found, argument, what)
-    holds = _kept[_keys(found, what)[0]] is not None
-    fixed = () if holds else tuple(zip(found.number_paths, found.numbers, strict=True))
-
-    def part(of: _Part) -> _Part:
-        text, operands, numbers = of
-        paths = tuple((found.tensor_paths[n], steps) for n, steps in operands)
-        return text, paths, tuple(found.number_paths[n] for n in numbers)
-
-    bounds = tuple(
-        (is_right, most, tuple((found.number_paths[n], factor) for n, factor in numbers))
-        for is_right, most, numbers in kept.bounds
-    )
-    cap = kept.cap
-    if cap is not None and cap[1] is not None:
-        cap = None, found.number_paths[cap[1]]
-    rest = None if kept.rest is None else part(kept.rest)
-    return (kept.text, part(kept.whole), rest, bounds, cap), fixed  # type: ignore[return-value]
-
-
-# As ``torch.compiler.assume_constant_result`` marks one, which would import the compiler here.
-_known._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return parse(recorded(f, f"{what}_mod", what)[0].text)

@@ -19,10 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from flashtile.mods.build import Builder, finished
-from flashtile.mods.captured import with_numbers
 from flashtile.mods.graph import INPUTS, Graph, Partial, kind_of
 from flashtile.mods.operators import record
-from flashtile.mods.reading import Refused, View, is_metadata, of_metadata, viewed
+from flashtile.mods.reading import Refused, TraceError, View, is_metadata, of_metadata, viewed
 
 _OURS = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -36,28 +35,31 @@ class Traced(NamedTuple):
         operands: See above.
         numbers: See above.
         asked_lengths: Whether the function looks at a captured tensor's lengths.
+        asked_more: Whether it looks at more of one, or reads one that is not among those captured.
+        tensors: The captured ones, and those that it reads besides.
     """
 
     graph: Graph
     operands: tuple[View, ...]
     numbers: tuple[int, ...]
     asked_lengths: bool
-
-
-class TraceError(Exception):
-    """A function that is no mod; says why, and where the user's code does it."""
+    asked_more: bool
+    tensors: list[Tensor]
 
 
 _DTYPES = {"f": torch.float32, "i": torch.int32, "l": torch.int64, "b": torch.bool}
 
 
 def trace(
-    f: Callable[..., Any], what: str, tensors: Sequence[Tensor], numbers: Sequence[float] | None = None
+    bound: Callable[[Callable[[int], Any]], Callable[..., Any]],
+    what: str,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float] | None = None,
 ) -> Traced:
     """The graph of a function.
 
     Args:
-        f: A score mod or a mask mod.
+        bound: Makes a score mod or a mask mod, whose n-th number is that of the function that it is given.
         what: "score" or "mask".
         tensors: What it captures.
         numbers: The numbers that it captures, of which and of lengths the graph then holds for all values; None for one
@@ -68,7 +70,7 @@ def trace(
     """
     with _nothing_else(), Recorder(tensors) as recorder:
         try:
-            return recorder.run(f, what, numbers)
+            return recorder.run(bound, what, numbers)
         except Exception as error:
             raise TraceError(f"{_why(error)}{_line_of(error)}") from error
 
@@ -136,6 +138,16 @@ class Unknown(Tensor):
         return cls(out.dtype)
 
 
+class _Number(Unknown):
+    """A number that a function captures. What asks for more than a value's graph has is refused, or it would be missed."""
+
+    def __hash__(self) -> int:
+        raise Refused("looks up a number")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        raise Refused("makes a text of a number")
+
+
 class Recorder(TorchDispatchMode):
     """Records the operators of a run."""
 
@@ -146,28 +158,27 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self.made, self.tensors = Builder(), tensors
+        self.made, self.tensors = Builder(), list(tensors)
         self._nodes: dict[int, int] = {}
         self._alive: list[Any] = []
         self.operands: list[View] = []
         self._views = {id(x): View(n) for n, x in enumerate(tensors)}
         self._of_views: dict[Any, int] = {}
-        self._numbers: list[Tensor] = []
         self.leaves: list[tuple[int, Tensor]] = []
-        self.asked_lengths = False
+        self.asked_lengths = self.asked_more = self.lifts = False
 
-    def run(self, f: Any, what: str, open_: Sequence[float] | None) -> Traced:
+    def run(self, bound: Any, what: str, open_: Sequence[float] | None) -> Traced:
         """Runs the function and its derivative."""
         numbers = open_ or ()
-        kinds = ["f" if type(x) is float else "i" for x in numbers]
-        self._numbers = [self.new(self.made.add("number", kind, n), kind) for n, kind in enumerate(kinds)]
-        if numbers:
-            f = with_numbers(f, self._numbers.__getitem__)
+        kinds = ["f" if isinstance(x, (float, torch.SymFloat)) else "i" for x in numbers]
+        self.lifts = open_ is not None
+        lifted = [self.new(self.made.add("number", kind, n), kind, _Number) for n, kind in enumerate(kinds)]
+        f = bound(lifted.__getitem__)
         given = {name: self.new(self.made.add(name, kind), kind) for name, kind in INPUTS.items()}
         score = given["score"].requires_grad_(what == "score")
         if what == "mask":
             del given["score"]
-        with _Reads(self, open_ is not None):
+        with _Reads(self):
             out = f(*given.values())
         if isinstance(out, (bool, int, float)):
             out = self.new(self.made.const(out, "b" if type(out) is bool else "f"), "b" if type(out) is bool else "f")
@@ -182,7 +193,8 @@ class Recorder(TorchDispatchMode):
         graph, operands, places = finished(
             self.made, what, result, slope, partials, sized, dict(enumerate(kinds)),
         )  # fmt: skip
-        return Traced(graph, tuple(self.operands[n] for n in operands), tuple(places), self.asked_lengths)
+        return Traced(graph, tuple(self.operands[n] for n in operands), tuple(places), self.asked_lengths,
+                      self.asked_more, self.tensors)  # fmt: skip
 
     def _derivative(self, out: Tensor, score: Tensor) -> tuple[int, list[Partial]]:
         """Of the result with respect to the score, and to each load."""
@@ -204,9 +216,9 @@ class Recorder(TorchDispatchMode):
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             return view.of(self.tensors[view.tensor])
 
-    def new(self, node: int, kind: str) -> Tensor:
+    def new(self, node: int, kind: str, of: type[Unknown] = Unknown) -> Tensor:
         """A tensor without a value that stands for a node."""
-        made = Unknown(_DTYPES[kind])
+        made = of(_DTYPES[kind])
         self.stands_for(made, node)
         return made
 
@@ -221,6 +233,8 @@ class Recorder(TorchDispatchMode):
         """The node of an argument of an operator, as another kind if one is given."""
         if isinstance(x, Tensor):
             found = self._nodes.get(id(x))
+            if found is None and id(x) in self._views and not x.dim():
+                found = self.node(self.load(self._views[id(x)], (), x.dtype))
             if found is None:
                 if isinstance(x, Unknown) or x.dim():
                     raise Refused("uses a tensor that it makes or finds in a way that cannot be followed")
@@ -230,9 +244,17 @@ class Recorder(TorchDispatchMode):
         own = kind or ("b" if type(x) is bool else "f" if type(x) is float else "i")
         return self.made.const(x, own)
 
-    def view_of(self, x: Tensor) -> View | None:
-        """The operand that a real tensor is, None for any other."""
-        return self._views.get(id(x))
+    def is_captured(self, x: Any) -> bool:
+        """Whether something is a real tensor."""
+        return isinstance(x, Tensor) and not isinstance(x, Unknown)
+
+    def view_of(self, x: Tensor) -> View:
+        """The operand that a real tensor is: no function makes one."""
+        if id(x) not in self._views:
+            self.add_view(x, View(len(self.tensors)))
+            self.tensors.append(x)
+            self.asked_more = True
+        return self._views[id(x)]
 
     def add_view(self, x: Tensor, view: View) -> None:
         """Records that a real tensor is a view of an operand."""
@@ -273,9 +295,9 @@ class Recorder(TorchDispatchMode):
 class _Reads(TorchFunctionMode):
     """Makes loads of what is indexed, views of what is viewed, and errors of what else touches a captured tensor."""
 
-    def __init__(self, recorder: Recorder, lifts: bool) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.recorder, self.lifts = recorder, lifts
+        self.recorder, self._is_captured = recorder, recorder.is_captured
         self._scalars: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -286,18 +308,13 @@ class _Reads(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if self._is_captured(first):
             view = self.recorder.view_of(first)
-            if view is None:
-                raise Refused(f"{name} of a tensor that it finds in a way that cannot be followed: make it a variable")
             if is_metadata(func, name):
-                return of_metadata(self.recorder, first, view, func, name, args[1:], kwargs, self.lifts)
+                return of_metadata(self.recorder, first, view, func, name, args[1:], kwargs)
             made = viewed(self.recorder, first, view, func, name, args[1:], kwargs)
             if made is not None:
                 return made
         args = _mapped(args, self._loaded(name))
         return func(*args, **{key: _mapped(x, self._loaded(name)) for key, x in kwargs.items()})
-
-    def _is_captured(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and not isinstance(x, Unknown)
 
     def _loaded(self, name: str) -> Callable[[Any], Any]:
         """What takes the place of an argument: a load where it is a captured tensor without dimensions."""
@@ -305,11 +322,10 @@ class _Reads(TorchFunctionMode):
         def loaded(x: Any) -> Any:
             if not self._is_captured(x):
                 return x
-            view = self.recorder.view_of(x)
-            if view is None or x.dim() or name in ("item", "__bool__", "__int__", "__float__", "__index__", "tolist"):
+            if x.dim() or name in ("item", "__bool__", "__int__", "__float__", "__index__", "tolist"):
                 raise Refused(f"{name} of a captured tensor: index it instead, or compute this outside of the function")
             if id(x) not in self._scalars:
-                self._scalars[id(x)] = self.recorder.load(view, (), x.dtype)
+                self._scalars[id(x)] = self.recorder.load(self.recorder.view_of(x), (), x.dtype)
             return self._scalars[id(x)]
 
         return loaded

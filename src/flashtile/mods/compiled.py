@@ -1,0 +1,116 @@
+"""Functions in code that torch.compile traces: it runs them itself, so that it guards all that they read.
+
+``RECORDED`` is for it what ``lowered`` asks about a function. A function may be made in the traced code, and capture what
+is computed there: the graph that torch.compile makes of it says which tensors and numbers it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.variables import higher_order_ops as hops
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._ops import HigherOrderOperator
+from torch.fx import GraphModule
+
+from flashtile.mods import record
+from flashtile.mods.reading import TraceError
+from flashtile.mods.trace import Traced, trace
+
+
+class _Recorded(HigherOrderOperator):
+    """``(f, argument, what, device)`` to what is kept of a function, and the tensors and numbers that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__("flashtile_recorded")
+
+    def __call__(self, f: Any, argument: str, what: str, device: torch.device) -> tuple[Any, Any, Any]:
+        """Of a function that torch.compile cannot trace and so leaves to Python."""
+        return record.recorded(f, argument, what)
+
+
+class _Variable(hops.TorchHigherOrderOperatorVariable):
+    """``RECORDED`` as torch.compile sees it."""
+
+    _HOP_NAME = "flashtile_recorded"
+
+    def _call_function(self, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        # Those of releases that did not have ``call_function`` apart.
+        f, argument, what, device = args
+        is_score = what.as_python_constant() == "score"
+        given = _inputs(tx, is_score, device.as_python_constant())
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+        with TransformGetItemToIndex():  # an index is no number that Python needs
+            _, graph, lifted = hops.speculate_subgraph(
+                tx, f, given, {}, description=argument.as_python_constant(), source_target=self.value,
+                set_subgraph_inputs="flatten_manual", restore_side_effects=False,
+            )  # fmt: skip
+        body = GraphModule(tx.output.nn_modules, graph)
+        proxies = list(lifted)
+        try:
+            traced, tensors, numbers = _traced(
+                body, what.as_python_constant(), [proxy.node.meta["example_value"] for proxy in proxies]
+            )
+        except TraceError as error:  # without a graph of all of it the call then says so itself, with the user's line
+            raise Unsupported(f"{argument.as_python_constant()}: {error}") from error
+        kept = _constants(record.parted(traced))
+        alias = torch.ops.aten.alias.default
+        found = [
+            wrap_fx_proxy(tx, tx.output.create_proxy("call_function", alias, (proxies[n],), {})) for n in tensors
+        ]
+        read = [SymNodeVariable.create(tx, proxies[n], proxies[n].node.meta["example_value"]) for n in numbers]
+        build = VariableTracker.build
+        whole = [build(tx, kept), hops.TupleVariable(found), hops.TupleVariable(read)]
+        return hops.TupleVariable(whole)
+
+    call_function = _call_function
+
+
+def _inputs(tx: Any, is_score: bool, device: torch.device) -> list[Any]:
+    """One score, if the function takes one, and indices, as torch.compile's tensors."""
+    build = VariableTracker.build
+    with hops.discard_graph_changes(tx):
+        whole = {"dtype": build(tx, torch.int32), "device": build(tx, device)}
+        indices = [build(tx, torch.empty).call_function(tx, [build(tx, ())], whole) for _ in range(4)]
+        if not is_score:
+            return indices
+        # With a gradient, or a derivative of the function's own would be lost.
+        real = {"dtype": build(tx, torch.float32), "requires_grad": build(tx, torch.is_grad_enabled())}
+        return [indices[0].call_method(tx, "new_empty", [build(tx, ())], real), *indices]
+
+
+def _traced(body: GraphModule, what: str, read: Sequence[Any]) -> tuple[Traced, list[int], list[int]]:
+    """A function's graph from torch.compile's, and which of what it reads are tensors and which are numbers."""
+    tensors = [n for n, x in enumerate(read) if isinstance(x, torch.Tensor)]
+    numbers = [n for n, x in enumerate(read) if not isinstance(x, torch.Tensor)]
+
+    def bound(number: Callable[[int], Any]) -> Callable[..., Any]:
+        values = list(read)
+        for place, n in enumerate(numbers):
+            values[n] = number(place)
+        return lambda *given: body(*given, *values)
+
+    real = [read[n] for n in tensors]
+    try:
+        return trace(bound, what, real, [read[n] for n in numbers]), tensors, numbers
+    except TraceError:
+        # Numbers are constants then, which torch.compile guards as soon as Python has them.
+        plain = [float(read[n]) if isinstance(read[n], torch.SymFloat) else int(read[n]) for n in numbers]
+        return trace(lambda _: bound(plain.__getitem__), what, real), tensors, []
+
+
+def _constants(x: Any) -> Any:
+    """Tuples of plain values alone, as torch.compile takes them."""
+    if isinstance(x, tuple):
+        return tuple(map(_constants, x))
+    return int(x) if isinstance(x, torch.SymInt) else x
+
+
+RECORDED = _Recorded()
+hops._hop_name_to_variable_class["flashtile_recorded"] = _Variable
