@@ -165,14 +165,10 @@ def _pairs(start: Tensor | int, end: Tensor) -> Tensor:
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
     """The first place of the run of equal ids that each place is in, and the run's end."""
-    seqlen = ids.shape[-1]
-    places = torch.arange(seqlen, device=ids.device, dtype=torch.int32).expand(ids.shape)
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[..., 1:] = ids[..., 1:] != ids[..., :-1]
-    ends = torch.ones_like(begins)
-    ends[..., :-1] = begins[..., 1:]
-    start = torch.where(begins, places, 0).cummax(-1).values
-    end = torch.where(ends, places + 1, seqlen).flip(-1).cummin(-1).values.flip(-1)
+    first = torch.zeros_like(ids[..., :1], dtype=torch.bool)
+    # Not by cummax, which PyTorch cannot trace for a batch whose size depends on data.
+    run = torch.cat((first, ids[..., 1:] != ids[..., :-1]), dim=-1).cumsum(-1)
+    start, end = (torch.searchsorted(run, run, right=right, out_int32=True) for right in (False, True))
     return start, end
 
 

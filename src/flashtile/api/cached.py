@@ -226,7 +226,7 @@ def _empty_out(q: Tensor, v_cache: Tensor) -> Tensor:
     for name, x in (("q", q), ("v_cache", v_cache)):
         if type(x) is not Tensor or x.is_nested or x.layout is not torch.strided:
             check_tensor(name, x)
-    if q.is_contiguous() and q.shape[-1:] == v_cache.shape[-1:]:
+    if not torch.compiler.is_compiling() and q.is_contiguous() and q.shape[-1:] == v_cache.shape[-1:]:
         return torch.empty_like(q)
     # Slices, so that tensors of too few dimensions are refused by name.
     return q.new_empty((*q.shape[:-1], *v_cache.shape[-1:]))
@@ -248,6 +248,10 @@ def _filled(length: int, q: Tensor, bounds: Tensor | None) -> Tensor:
         )
     if not isinstance(length, torch.SymInt):
         length = arguments.integer("cache_seqlens", length, 0)
+    if torch.compiler.is_compiling():
+        torch._check(
+            length >= 0
+        )  # of a number that depends on data: in a tensor it would say that there is no sequence
     check_tensor("q", q)
     if bounds is not None:
         check_tensor("cu_seqlens_q", bounds)

@@ -14,6 +14,7 @@ from torch import Tensor
 from flashtile.call.arguments import TENSORS, Tensors
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.core.errors import InvalidInputError, shown
+from flashtile.core.sizes import holds
 from flashtile.masks import Intervals
 from flashtile.mods import block_mask as block_masks
 from flashtile.mods.block_mask import BlockMask
@@ -176,7 +177,7 @@ def masked_by(block_mask: object, mask_mod: Callable[..., Any] | None, q: object
         raise InvalidInputError("mask_mod", "is given, but block_mask has its own: make it of and_masks of the two")
     if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
         for name, x, length in zip("qk", (q, k), lists.lengths, strict=True):
-            if x.shape[1] != length:
+            if holds(x.shape[1] != length):
                 raise InvalidInputError("block_mask", f"is for seqlen_{name} {length}, but {name} has {x.shape[1]}")
     names = ("row_blocks", "key_blocks", "row_items", "key_items")
     return Masked({name: getattr(lists, name) for name in names}, False, lists.listed, own or mask_mod)

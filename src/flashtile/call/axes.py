@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashtile.call.arguments import Argument, check_tensor, given
 from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.core.sizes import holds, is_dense
 
 
 def checked_kinds(record: Any, rows: Mapping[str, Argument]) -> dict[str, tuple[Argument, Tensor]]:
@@ -59,7 +60,7 @@ class Axes:
 
     def fix(self, argument: str, axis: str, size: int) -> None:
         """Sets or checks one size."""
-        if self.sizes.setdefault(axis, size) != size:
+        if holds(self.sizes.setdefault(axis, size) != size):
             owner = self.owners[axis]
             raise InvalidInputError(argument, f"{axis} is {size}, but {owner} has {self.sizes[axis]}")
         self.owners.setdefault(axis, argument)
@@ -87,7 +88,7 @@ class Axes:
             most = f"at most {len(axes)}: {_shape_text(axes)}"
             raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have {most}")
         for axis, size in zip(axes[len(axes) - tensor.dim() :], tensor.shape, strict=True):
-            if size != 1 and size != self.sizes[axis]:
+            if holds(size != 1) and holds(size != self.sizes[axis]):
                 shape = ", ".join(f"{name} {self.sizes[name]}" for name in axes)
                 must = f"must be 1 or {self.sizes[axis]} to broadcast to ({shape})"
                 if tuple(tensor.shape) == (self.sizes["batch"], self.sizes.get("seqlen_k")):
@@ -127,7 +128,7 @@ class Axes:
             raise InvalidInputError(argument, "is None, must be an int32 tensor of shape (batch + 1,)")
         row, bounds = rows[argument]
         self.bind(argument, bounds, row)
-        if self.sizes["batch+1"] == 0:
+        if holds(self.sizes["batch+1"] == 0):
             raise InvalidInputError(argument, "is empty, must have shape (batch + 1,)")
         self.fix(argument, "batch", self.sizes["batch+1"] - 1)
 
@@ -135,9 +136,9 @@ class Axes:
         """Refuses heads and widths of 0, and query heads that key heads do not divide."""
         sizes = self.sizes
         for axis in ("num_heads_q", "num_heads_kv", "head_dim", "head_dim_v"):
-            if sizes[axis] == 0:
+            if holds(sizes[axis] == 0):
                 raise InvalidInputError(self.owners[axis], f"{axis} is 0, must be at least 1")
-        if sizes["num_heads_q"] % sizes["num_heads_kv"]:
+        if holds(sizes["num_heads_q"] % sizes["num_heads_kv"] != 0):
             must = f"must be a multiple of {self.owners['num_heads_kv']}'s num_heads_kv {sizes['num_heads_kv']}"
             heads = f"num_heads_q is {sizes['num_heads_q']}, {must}"
             raise InvalidInputError("q", f"{heads}; heads are the dimension after seqlen")
@@ -203,6 +204,7 @@ def is_aligned(tensor: Tensor) -> bool:
     if (type(tensor) is Tensor or not hasattr(tensor, "fake_mode")) and tensor.data_ptr() % 16:
         return False
     unit = 16 // tensor.element_size()
-    if tensor.is_contiguous() and tensor.shape[-1] % unit == 0:
+    if is_dense(tensor) and holds(tensor.shape[-1] % unit == 0):
         return True  # The strides are multiples of that size.
-    return not any(s % unit and n > 1 for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True))
+    strides = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+    return not any(holds(s % unit != 0) and holds(n > 1) for s, n in strides)

@@ -16,6 +16,7 @@ from flashtile.call import arguments
 from flashtile.call.arguments import FLOAT8 as FLOAT8
 from flashtile.call.arguments import FLOAT32, INT32, Argument, HashKept, check_tensor
 from flashtile.core.errors import InvalidInputError
+from flashtile.core.sizes import holds
 
 # Rows of a draft tree: the bits of a word.
 MOST_TREE_ROWS = 64
@@ -130,7 +131,7 @@ def tree_words(name: str, mask: object) -> Tensor:
     assert isinstance(mask, Tensor)
     if mask.dtype != torch.bool:
         return mask
-    if mask.dim() != 3 or mask.shape[1] != mask.shape[2]:
+    if mask.dim() != 3 or holds(mask.shape[1] != mask.shape[2]):
         raise InvalidInputError(name, f"has shape {tuple(mask.shape)}, must be (batch, T, T) if it is bool")
     check_tree_rows(name, mask.shape[1])
     return (mask.long() << torch.arange(mask.shape[2], device=mask.device)).sum(-1)
@@ -138,7 +139,7 @@ def tree_words(name: str, mask: object) -> Tensor:
 
 def check_tree_rows(name: str, rows: int) -> None:
     """Refuses a tree of more rows than a word has bits."""
-    if rows > MOST_TREE_ROWS:
+    if holds(rows > MOST_TREE_ROWS):
         raise InvalidInputError(name, f"is of trees of {rows} rows, at most {MOST_TREE_ROWS} are supported")
 
 

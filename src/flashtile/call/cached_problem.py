@@ -22,6 +22,7 @@ from flashtile.call.cached_arguments import (
 from flashtile.call.problem import MaskMod, Problem, ScoreMod, SequenceLayout, checked_problem
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
+from flashtile.core.sizes import holds, is_expanded
 
 if TYPE_CHECKING:
     from flashtile.mods.record import ModKey
@@ -59,7 +60,7 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
         score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, None, functions.get("score")),
         mask_mod=MaskMod(
             o.band, False, t.tree_mask is not None, t.causal is not None, t.row_keys is not None,
-            t.key_rows is not None, o.mirrored, any(x is not None and x.shape[1] > 1 for x in (t.row_keys, t.key_rows)),
+            t.key_rows is not None, o.mirrored, any(x is not None and holds(x.shape[1] > 1) for x in (t.row_keys, t.key_rows)),
             (), functions.get("mask"),
         ),
         rotary_interleaved=o.rotary_interleaved, **own,
@@ -91,7 +92,7 @@ def _check_tensors(t: CacheTensors, o: CacheOptions) -> dict[str, int]:
             axes.bind_bounds(name, found)
     if t.cu_seqlens_q is not None:
         shown = 1 if t.row_keys is None else t.row_keys.shape[2]  # of a mask the size is a bound too
-        longest = axes.sizes["total_q"] if shown == 1 else shown
+        longest = axes.sizes["total_q"] if holds(shown == 1) else shown
         axes.fix("max_seqlen_q", "seqlen_q", longest if o.max_seqlen_q is None else o.max_seqlen_q)
     axes.fix("an interval", "ends", 2)
     if t.key_rows is not None:
@@ -156,22 +157,22 @@ def _check_eight_bit_rows(t: CacheTensors) -> None:
 
 
 def _check_sizes(t: CacheTensors, sizes: dict[str, int]) -> None:
-    if t.row_scale is not None and sizes["head_dim_v"] != 128 * sizes["v_blocks"]:
+    if t.row_scale is not None and holds(sizes["head_dim_v"] != 128 * sizes["v_blocks"]):
         raise InvalidInputError("row_scale", f"has {sizes['v_blocks']} scales a row for {sizes['head_dim_v']} columns")
-    if t.in_pages and sizes["page_size"] == 0:
+    if t.in_pages and holds(sizes["page_size"] == 0):
         raise InvalidInputError("k_cache", "page_size is 0, must be at least 1")
-    if not t.in_pages and t.cache_batch_idx is None and sizes["entries"] < sizes["batch"]:
+    if not t.in_pages and t.cache_batch_idx is None and holds(sizes["entries"] < sizes["batch"]):
         must = f"must be at least the batch of {sizes['batch']} without cache_batch_idx and page_table"
         raise InvalidInputError("k_cache", f"entries is {sizes['entries']}, {must}")
     turned = 2 * sizes.get("rotary_dim/2", 0)
-    if turned > sizes["head_dim"]:
+    if holds(turned > sizes["head_dim"]):
         raise InvalidInputError("rotary_cos", f"turns {turned} features, but q has head_dim {sizes['head_dim']}")
     written = ("out", "k_cache", "v_cache") if t.k is not None else ("out",)
     for name in ("out", "k_cache", "v_cache"):
         x = getattr(t, name)
-        if x.shape[-1] > 1 and x.stride(-1) != 1 and x.numel():
+        if holds(x.shape[-1] > 1) and holds(x.stride(-1) != 1) and holds(x.numel() > 0):
             raise InvalidInputError(name, f"has strides {x.stride()}, its last dimension must be contiguous")
-        if name in written and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
+        if name in written and is_expanded(x):
             raise InvalidInputError(name, f"has strides {x.stride()}, but is written: it must not be expanded")
 
 
@@ -185,11 +186,12 @@ def _check_trees(t: CacheTensors, o: CacheOptions, sizes: dict[str, int]) -> Non
         raise InvalidInputError("tree_mask", "goes with causal=True: of the keys before the drafts a row sees all")
     if o.attention_chunk is not None:
         raise InvalidInputError("tree_mask", "is given with attention_chunk, whose chunks do not count by depth")
-    if t.cu_seqlens_q is None and rows != queries:
+    if t.cu_seqlens_q is None and holds(rows != queries):
         raise InvalidInputError("tree_mask", f"is of trees of {rows} rows, but q has seqlen_q {queries}")
-    if t.rotary_cos is not None and sizes.get("seqlen_new", queries) != queries and t.cu_seqlens_q is None:
+    new = sizes.get("seqlen_new", queries)
+    if t.rotary_cos is not None and holds(new != queries) and t.cu_seqlens_q is None:
         must = f"must be as many as the {queries} rows of a tree where they are rotated"
-        raise InvalidInputError("k", f"seqlen_new is {sizes['seqlen_new']}, {must}")
+        raise InvalidInputError("k", f"seqlen_new is {new}, {must}")
 
 
 def check_length(t: CacheTensors, length: int) -> None:
@@ -203,7 +205,7 @@ def check_length(t: CacheTensors, length: int) -> None:
         return  # ``problem_of`` says so
     capacity = keys.shape[1] * (1 if pages is None else pages.shape[-1])
     new = 0 if t.k is None or t.cu_seqlens_k_new is not None or t.k.dim() != 4 else t.k.shape[1]
-    if length + new > capacity:
+    if holds(length + new > capacity):
         more = f" and {new} new keys do" if new else " does"
         raise InvalidInputError(
             "cache_seqlens", f"{length}{more} not fit into a cache of {capacity}{_without_pages(t)}"

@@ -22,6 +22,7 @@ from flashtile.call.arguments import Tensors as Tensors
 from flashtile.call.axes import Axes, checked_kinds, is_aligned, is_packed, packed_lengths
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band, Origin
+from flashtile.core.sizes import holds
 
 if TYPE_CHECKING:
     from flashtile.mods.record import ModKey
@@ -254,7 +255,7 @@ class Problem:
             score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, bias, functions.get("score")),
             mask_mod=MaskMod(
                 o.band, t.attn_mask is not None, False, False, t.row_keys is not None, t.key_rows is not None,
-                o.mirrored, any(x is not None and x.shape[1] > 1 for x in (t.row_keys, t.key_rows, t.row_blocks)),
+                o.mirrored, any(x is not None and holds(x.shape[1] > 1) for x in (t.row_keys, t.key_rows, t.row_blocks)),
                 o.listed, functions.get("mask"),
             ),
             origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
@@ -320,17 +321,19 @@ def described(**values: Any) -> Problem:
     return _NOTHING.but(**values)
 
 
-# No model has so many heads, and none that had them would attend to so few rows.
-_MANY_HEADS, _FEW_ROWS = 256, 128
+# No model has more heads, and none that had them would attend to so few rows and keys.
+_MOST_HEADS, _FEW_ROWS = 128, 128
 _warned = False
 
 
-def _warn_of_heads_first(shape: tuple[int, ...]) -> None:
-    """Once in a process."""
+def _warn_of_heads_first(shape: tuple[int, ...], of_k: tuple[int, ...]) -> None:
+    """Once in a process, of sizes that are numbers: no guard of a traced call may follow from a warning."""
     global _warned
-    if not _warned:
+    if _warned or any(type(n) is not int for n in (*shape[1:3], of_k[1])):
+        return
+    if max(shape[1], of_k[1]) <= _FEW_ROWS and shape[2] > _MOST_HEADS:
         _warned = True
-        read = f"q of shape {shape} is read as (batch, seqlen, heads, head_dim), so as {shape[2]} heads"
+        read = f"q of shape {tuple(shape)} is read as (batch, seqlen, heads, head_dim), so as {shape[2]} heads"
         warnings.warn(f"{read} of {shape[1]} rows; if heads come before rows, give q.transpose(1, 2)", stacklevel=2)
 
 
@@ -344,7 +347,7 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     longest = [options.max_seqlen_q, options.max_seqlen_k]
     if is_packed(t):  # of masks and biases the sizes are bounds too
         for side in range(2):
-            shown = (size for size in _shown(t, side).values() if size != 1)
+            shown = (size for size in _shown(t, side).values() if not holds(size == 1))
             longest[side] = next(shown, None) if longest[side] is None else longest[side]
             lists = t.key_blocks if side else t.row_blocks
             if lists is not None and longest[side] is None:
@@ -355,8 +358,8 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     if t.row_blocks is not None:
         for axis, block in zip("qk", options.listed[:2], strict=True):
             axes.fix("block_mask", f"blocks_{axis}", -(-axes.sizes[f"seqlen_{axis}"] // block))
-    if not packed and t.q.shape == t.k.shape and t.q.shape[1] <= _FEW_ROWS < _MANY_HEADS < t.q.shape[2]:
-        _warn_of_heads_first(tuple(t.q.shape))
+    if not packed:
+        _warn_of_heads_first(t.q.shape, t.k.shape)
     axes.bind_all(rows)
     return axes.sizes
 

@@ -11,6 +11,7 @@ from flashtile.call.problem import Precision, Problem, checked_problem
 from flashtile.call.quantized import check_widths
 from flashtile.call.quantized_arguments import TENSORS, QuantizedOptions, QuantizedTensors
 from flashtile.core.errors import InvalidInputError
+from flashtile.core.sizes import holds
 
 
 def problem_of(tensors: QuantizedTensors, options: QuantizedOptions) -> Problem:
@@ -52,7 +53,7 @@ def _check_tensors(t: QuantizedTensors, o: QuantizedOptions) -> dict[str, int]:
     packed, sizes = axes.bind_sides(t, found, (o.max_seqlen_q, o.max_seqlen_k)), axes.sizes
     check_widths(sizes)
     blocks_q, blocks_k = num_blocks(t.q.shape[-3], t.cu_seqlens_q), num_blocks(t.k.shape[-3], t.cu_seqlens_k)
-    if sizes["columns"] != blocks_k * BLOCK:
+    if holds(sizes["columns"] != blocks_k * BLOCK):
         must = f"must have {blocks_k * BLOCK}: whole blocks of {BLOCK} keys"
         raise InvalidInputError("v", f"has {sizes['columns']} columns, {must}")
     batch = () if packed else (sizes["batch"],)
@@ -70,7 +71,8 @@ def _check_tensors(t: QuantizedTensors, o: QuantizedOptions) -> dict[str, int]:
 def _check_scale(name: str, scale: Tensor, full: tuple[int, ...]) -> None:
     """Refuses a scale whose shape is neither one for each block nor 1 where it serves several."""
     shape = tuple(scale.shape)
-    if len(shape) != len(full) or any(have not in (1, size) for have, size in zip(shape, full, strict=True)):
+    wrong = (holds(have != 1) and holds(have != size) for have, size in zip(shape, full, strict=False))
+    if len(shape) != len(full) or any(wrong):
         axes = "(batch, num_heads, blocks)" if len(full) == 3 else "(num_heads, blocks)"
         must = f"must be {full}, {axes}, or 1 where one scale serves several"
         raise InvalidInputError(name, f"has shape {shape}, {must}")

@@ -9,6 +9,7 @@ import torch
 
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.core.settings import BACKENDS
+from flashtile.core.sizes import holds
 
 # Kernels get numbers as float32, here without those of fewer digits, and lengths as int32.
 _SMALLEST, _GREATEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -68,8 +69,8 @@ def integer(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
         InvalidInputError: If it is no integer, less than ``least``, or more than an int32 holds.
     """
     found = int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else -1
-    if not least <= found <= LONGEST:
-        most = ", at most 2**31 - 1" if found > LONGEST else ""
+    if holds(found < least) or holds(found > LONGEST):
+        most = ", at most 2**31 - 1" if holds(found > LONGEST) else ""
         raise InvalidInputError(name, f"is {shown(value)}, must be an integer >= {least}{otherwise}{most}")
     return found
 

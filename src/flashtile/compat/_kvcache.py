@@ -11,6 +11,7 @@ from flashtile.api.attention import attention_with_kvcache
 from flashtile.call.arguments import DTYPES, checked, flag, integer, probability
 from flashtile.compat._arguments import Window, index_tensor, length, names, tensor, values_are_checked, window
 from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.core.sizes import holds
 
 
 @torch.no_grad()
@@ -68,7 +69,7 @@ def packed(
     longest = checked(max_seqlen_q=length("max_seqlen_q", max_seqlen_q))["max_seqlen_q"]
     if cu_seqlens_q is None and longest is not None:
         seqlen_q = tensor("q", q).shape[1] if q.dim() == 4 else 0
-        if longest < seqlen_q:
+        if holds(longest < seqlen_q):
             raise InvalidInputError("max_seqlen_q", f"is {longest}, but q has seqlen_q {seqlen_q}")
         longest = None
     unpacked = all(isinstance(x, Tensor) and x.dim() == 4 for x in new)
@@ -176,7 +177,7 @@ def used(q: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int | Tensor) -> Tensor:
     """The lengths, ``(batch,)`` int32, that cu_seqlens_k bounds."""
     bounds = index_tensor("cu_seqlens_k", cu_seqlens_k, None, tensor("q", q).device)
     lengths, longest = bounds.diff(), checked(max_seqlen_k=length("max_seqlen_k", max_seqlen_k))["max_seqlen_k"]
-    if longest is not None and lengths.numel() and values_are_checked(bounds.device) and lengths.max() > longest:
+    if values_are_checked(bounds.device) and longest is not None and lengths.numel() and lengths.max() > longest:
         holds = f"cu_seqlens_k holds a sequence of {lengths.max().item()}"
         raise InvalidInputError("max_seqlen_k", f"is {longest}, but {holds}")
     return lengths

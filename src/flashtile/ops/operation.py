@@ -23,6 +23,7 @@ from flashtile.call.backend import Direction, Given, Plan
 from flashtile.call.problem import Problem
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError
+from flashtile.core.sizes import holds, is_dense
 from flashtile.ops import plans
 
 T = TypeVar("T")
@@ -131,6 +132,8 @@ class Operation(Generic[T, S]):
         self.in_rows, self.whole = (
             [name for name, row in self.rows.items() if row.layout == layout] for layout in ("rows", "whole")
         )
+        named = enumerate(self.option_rows.items(), len(self.rows))
+        self.lengths = [(n, name) for n, (name, row) in named if row.schema == "SymInt?"]
         self.key_of = self.key or self._layouts
 
     def define(
@@ -178,7 +181,12 @@ class Operation(Generic[T, S]):
         return *self.values(t), *plain
 
     def unflatten(self, args: Sequence[Any]) -> tuple[T, S]:
-        """The inverse of ``flatten``; the dispatcher makes lists of tuples."""
+        """The inverse of ``flatten``; the dispatcher makes lists of tuples.
+
+        Longest lengths are checked here, of which a traced call may know nothing.
+        """
+        for n, name in self.lengths:
+            self.option_rows[name].check(name, args[n])
         tensors = (tuple(x) if isinstance(x, list) else x for x in args[: len(self.rows)])
         named = zip(self.option_rows, args[len(self.rows) :], strict=True)
         plain = (grads_of(name, x) if name == "grads" else tuple(x) if isinstance(x, list) else x for name, x in named)
@@ -228,11 +236,11 @@ class Operation(Generic[T, S]):
         copies = {}
         for name in self.in_rows:
             x = getattr(t, name)
-            if x is not None and x.dim() and x.stride(-1) != 1 and x.shape[-1] != 1:
+            if x is not None and x.dim() and not holds(x.stride(-1) == 1) and not holds(x.shape[-1] == 1):
                 copies[name] = x.contiguous()
         for name in self.whole:
             x = getattr(t, name)
-            if x is not None and not x.is_contiguous():
+            if x is not None and not is_dense(x):
                 copies[name] = x.contiguous()
         return dataclasses.replace(t, **copies) if copies else t  # type: ignore[type-var]
 

@@ -26,6 +26,7 @@ from flashtile.call.arguments import (
 from flashtile.call.backend import Given, Plan
 from flashtile.call.problem import Problem, check_values
 from flashtile.core import settings
+from flashtile.core.sizes import is_dense
 from flashtile.core.states import in_one
 from flashtile.ops import flops, plans
 from flashtile.ops.operation import Kind, Operation, is_watched
@@ -128,7 +129,7 @@ def _other_layouts(t: Tensors) -> tuple[Any, ...]:
 class _Regular(Operation[Tensors, Options]):
     def readable(self, t: Tensors) -> Tensors:
         """As ``Operation.readable``; most calls need no copy."""
-        dense = is_plain(t) and t.q.is_contiguous() and t.k.is_contiguous() and t.v.is_contiguous()
+        dense = is_plain(t) and is_dense(t.q) and is_dense(t.k) and is_dense(t.v)
         return t if dense else Operation.readable(self, t)  # torch.compile 2.11 cannot trace super() here
 
     def prepare(self, t: Tensors, o: Options, **but: Any) -> tuple[Problem, plans.Family]:
