@@ -3,6 +3,7 @@
 They take memory linear in the lengths, are exact to the row and key, and blocks that they leave out are not visited.
 Combined with ``causal``, ``window_size``, ``attention_chunk`` and ``attn_mask``, a pair must be kept by all. Rows and
 keys are counted from a sequence's first; of packed sequences, each uses the first rows and keys of its mask.
+``mask[b]`` and ``mask[first:stop]`` are the masks of some samples.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor
 
 from flashtile.core.errors import InvalidInputError
+from flashtile.core.samples import BySample
 
 __all__ = ["Intervals", "chunks", "columns", "documents", "prefix", "rows"]
 
 
 @dataclass(frozen=True, eq=False)
-class Intervals:
+class Intervals(BySample):
     """A mask made by ``rows``, ``columns``, ``documents``, ``prefix`` or ``chunks``; ``a & b`` keeps what both keep.
 
     Attributes:
@@ -44,6 +46,17 @@ class Intervals:
     def to(self, device: torch.device | str) -> Intervals:
         """The mask on a device."""
         row_keys, key_rows = (x if x is None else x.to(device) for x in (self.row_keys, self.key_rows))
+        return replace(self, row_keys=row_keys, key_rows=key_rows)
+
+    @property
+    def batch(self) -> int:
+        """Samples that the mask differs in, 1 if all share it."""
+        return max((x.shape[0] for x in (self.row_keys, self.key_rows) if x is not None), default=1)
+
+    def _some(self, first: int, stop: int) -> Intervals:
+        row_keys, key_rows = (
+            x if x is None or x.shape[0] == 1 else x[first:stop] for x in (self.row_keys, self.key_rows)
+        )
         return replace(self, row_keys=row_keys, key_rows=key_rows)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,12 +13,13 @@ from flashtile.call.arguments import integer
 from flashtile.call.functions import Function
 from flashtile.call.problem import compute_capability
 from flashtile.core.errors import InvalidInputError, shown
-from flashtile.mods.block_mask import FULL, PARTIAL, BlockMask, Entries, listed, with_bits
+from flashtile.mods.block_mask import PARTIAL, BlockMask, Entries, listed, of_kinds, with_bits
 from flashtile.mods.graph import parse
 from flashtile.mods.record import lowered
+from flashtile.ops.lists import has_triton, kinds_of
 
-# Blocks that a launch looks at, a byte each, and pairs that are evaluated at once where no kernel does it.
-_MOST_BLOCKS, _MOST_PAIRS = 2**26, 2**22
+# Blocks that a launch looks at, a byte each.
+_MOST_BLOCKS = 2**26
 # Bytes of bits of partial blocks: 65,536 of 128 rows and keys, each in the lists of its rows and of its keys.
 _MOST_BYTES = 2**28
 
@@ -37,7 +36,8 @@ def create_block_mask(
     """The blocks that a mask function keeps, as ``block_mask`` of ``attention``.
 
     As PyTorch's function of this name, but no matrix of all pairs is ever made: on GPUs a kernel counts the kept pairs
-    of each block. It waits for the device.
+    of each block. It waits for the device. In compiled code it waits for nothing: lists then have room for all blocks,
+    and no bits.
 
     The mask is what the function says now: what that captures must stay as it is while the mask is used. On Hopper,
     where 128 divides the blocks, pairs of those kept in part have bits, 4 KiB a block of 128 rows and keys, and no call
@@ -70,6 +70,11 @@ def create_block_mask(
     for x in operands:
         if x.device.type != place.type:
             raise InvalidInputError("mask_mod", f"reads a tensor on {x.device}, but the mask is made on {place}")
+    if torch.compiler.is_compiling():
+        # Lists as long as their blocks are many have a length that depends on data.
+        given = [x.detach() for x in operands], read.numbers, read.text, groups, lengths, block_size
+        kinds = torch.ops.flashtile.block_kinds(torch.empty(0, device=place), *given)
+        return of_kinds(kinds, block_size, lengths, mask_mod)
     function = Function(parse(read.text), operands, read.numbers, 0) if read.text else None
     parts = list(_entries(function, groups, lengths, block_size, place))
     entries = Entries(*map(torch.cat, zip(*parts, strict=True)))
@@ -85,12 +90,7 @@ def create_block_mask(
 
 def _takes_bits(place: torch.device) -> bool:
     """Whether the device has kernels that read them."""
-    return compute_capability(place) == (9, 0) and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return compute_capability(place) == (9, 0) and has_triton()
 
 
 def _device(given: torch.device | str | None, operands: tuple[Tensor, ...]) -> torch.device:
@@ -108,46 +108,8 @@ def _entries(
 ) -> Iterator[Entries]:
     """The listed blocks, of some blocks of rows after others."""
     rows, keys = (-(-length // block) for length, block in zip(lengths, block_size, strict=True))
-    find: Callable[..., Tensor] = evaluated
-    if device.type == "cuda" and _has_triton() and function is not None:
-        from flashtile.backends.portable.lists import kinds as find
     step = max(1, _MOST_BLOCKS // max(groups[0] * groups[1] * keys, 1))
     for first in range(0, max(rows, 1), step):
-        span = first, min(first + step, rows)
-        found = find(function, groups, lengths, block_size, span, device)
+        found = kinds_of(function, groups, lengths, block_size, (first, min(first + step, rows)), device)
         group, row, key = found.nonzero(as_tuple=True)
         yield Entries(group, row + first, key, found[group, row, key].long())
-
-
-@torch.no_grad()
-def evaluated(
-    function: Function | None,
-    groups: tuple[int, int],
-    lengths: tuple[int, int],
-    block_size: tuple[int, int],
-    span: tuple[int, int],
-    device: torch.device,
-) -> Tensor:
-    """Whether blocks of rows ``span`` are 0, ``PARTIAL`` or ``FULL``: ``(B * H, rows, blocks_k)`` int8, by PyTorch."""
-    (batch, heads), (seqlen_q, seqlen_k), (of_rows, of_keys) = groups, lengths, block_size
-    blocks_k = -(-seqlen_k // of_keys)
-    kinds = torch.zeros(batch, heads, span[1] - span[0], blocks_k, dtype=torch.int8, device=device)
-    wide = max(1, _MOST_PAIRS // (of_rows * of_keys))
-    # What a function does not look at is evaluated once for all.
-    used = set() if function is None else {node.op for node in function.graph.nodes}
-    at_b, at_h = ([(slice(n, n + 1), n) for n in range(size)] if name in used else [(slice(None), 0)]
-                  for name, size in (("b", batch), ("h", heads)))  # fmt: skip
-    for m, n in itertools.product(range(*span), range(0, blocks_k, wide)):
-        stop = min(n + wide, blocks_k)
-        i = torch.arange(m * of_rows, (m + 1) * of_rows, device=device)[:, None]
-        j = torch.arange(n * of_keys, stop * of_keys, device=device)
-        exists = (i < seqlen_q) & (j < seqlen_k)
-        for (bs, b), (hs, h) in itertools.product(at_b, at_h):
-            keep = exists
-            if function is not None:
-                here = {"b": torch.tensor(b, device=device), "h": torch.tensor(h, device=device), "i": i, "j": j}
-                keep = exists & function.values([function.graph.result], here, torch.float32)[0]
-            kept = keep.reshape(of_rows, stop - n, of_keys).sum((0, 2))
-            found = torch.where(kept == of_rows * of_keys, FULL, torch.where(kept > 0, PARTIAL, 0))
-            kinds[bs, hs, m - span[0], n:stop] = found.to(torch.int8)
-    return kinds.flatten(0, 1)

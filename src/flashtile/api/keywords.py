@@ -16,8 +16,8 @@ from flashtile.call.cached_arguments import CacheTensors
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.core.sizes import holds
 from flashtile.masks import Intervals
-from flashtile.mods import block_mask as block_masks
 from flashtile.mods.block_mask import BlockMask
+from flashtile.mods.converted import lists_of
 
 if TYPE_CHECKING:
     from flashtile.call.functions import Functions
@@ -171,7 +171,7 @@ def masked_by(block_mask: object, mask_mod: Callable[..., Any] | None, q: object
     if isinstance(block_mask, Intervals):
         of_intervals = {"row_keys": block_mask.row_keys, "key_rows": block_mask.key_rows}
         return Masked(of_intervals, block_mask.mirrored, (), mask_mod)
-    lists = block_masks.lists_of(block_mask)
+    lists = lists_of(block_mask)
     own = lists.mask_mod
     if own is not None and mask_mod is not None and own is not mask_mod:
         raise InvalidInputError("mask_mod", "is given, but block_mask has its own: make it of and_masks of the two")

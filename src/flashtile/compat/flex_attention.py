@@ -28,6 +28,7 @@ from flashtile.api import blocks
 from flashtile.api.attention import attention
 from flashtile.api.by_reference import attention_by_reference
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
+from flashtile.mods.converted import keep
 
 __all__ = [
     "AuxOutput",
@@ -144,16 +145,15 @@ def create_block_mask(
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     made = blocks.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
-    if not separate_full_blocks:
-        made = made.all_partial()
     partial, full = made.dense()
-    sorted_ = [(x.sum(-1, dtype=torch.int32), x.int().argsort(dim=-1, descending=True, stable=True).int())
-               for x in (partial, full)]  # fmt: skip
-    of_full = sorted_[1] if separate_full_blocks else (None, None)
+    kinds = (partial, full) if separate_full_blocks else (partial | full,)
+    lists = [each for x in kinds for each in (x.sum(-1, dtype=torch.int32),
+             x.int().argsort(dim=-1, descending=True, stable=True).int())]  # fmt: skip
     mask = BlockMask.from_kv_blocks(
-        *sorted_[0], of_full[0], of_full[1], made.block_size, mask_mod=mask_mod, seq_lengths=made.lengths
+        *lists, BLOCK_SIZE=made.block_size, mask_mod=mask_mod, seq_lengths=made.lengths
     )
-    mask._flashtile = made  # type: ignore[attr-defined]
+    if separate_full_blocks and not torch.compiler.is_compiling():
+        keep(mask, made)
     return mask
 
 

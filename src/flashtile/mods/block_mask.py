@@ -8,21 +8,24 @@ Behind its blocks a list may have what the function kept of each partial one, a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.core.errors import InvalidInputError
+from flashtile.core.samples import BySample
 
 PARTIAL, FULL = 1, 2
 
 
 @dataclass(frozen=True, eq=False)
-class BlockMask:
+class BlockMask(BySample):
     """What ``flashtile.create_block_mask`` makes, and PyTorch's ``BlockMask`` becomes.
+
+    ``mask[b]`` and ``mask[first:stop]`` are the masks of some samples, with the same lists, but without bits.
 
     Attributes:
         row_blocks: ``(B, H, blocks_q, 3)`` int32: of each block of rows where its list begins in ``row_items``, where
@@ -66,29 +69,40 @@ class BlockMask:
         names = ("row_blocks", "row_items", "key_blocks", "key_items")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
-    def entries(self) -> Entries:
-        """The listed blocks in the order of the rows' lists."""
-        ranges = self.row_blocks.long()
-        counts = ranges[..., 2] - ranges[..., 0]
-        owner = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts.flatten())
-        at = torch.arange(owner.numel(), device=owner.device) + ranges.flatten()[:1]
-        kind = torch.where(at < ranges.flatten(0, -2)[owner, 1], PARTIAL, FULL)
-        return Entries(owner // counts.shape[2], owner % counts.shape[2], self.row_items[at].long(), kind)
+    @property
+    def batch(self) -> int:
+        """Samples that the mask differs in, 1 if all share it."""
+        return self.row_blocks.shape[0]
+
+    def _some(self, first: int, stop: int) -> BlockMask:
+        """Of the same items, without bits, which lie where their lists' numbers say."""
+        mod, lists = self.mask_mod, (self.row_blocks[first:stop], self.key_blocks[first:stop])
+        mod = mod if mod is None or not first else _from_sample(mod, first)
+        return replace(self, row_blocks=lists[0], key_blocks=lists[1], mask_mod=mod, has_bits=False)
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        """Which blocks are partial, and which are full: ``(B, H, blocks_q, blocks_k)`` bool."""
-        group, row, key, kind = self.entries()
-        shape = (*self.row_blocks.shape[:3], self.key_blocks.shape[2])
-        kinds = torch.zeros(shape, dtype=torch.int8, device=key.device)
-        kinds.flatten(0, 1)[group, row, key] = kind.to(torch.int8)
-        return kinds == PARTIAL, kinds == FULL
+        """Which blocks are partial, and which are full: ``(B, H, blocks_q, blocks_k)`` bool; waits for the device."""
+        start, full_start, stop = self.row_blocks.long().flatten(0, -2).T.contiguous()
+        # Of lists made in compiled code no length is asked for; there bits may lie behind the lists.
+        is_traced = torch.compiler.is_compiling()
+        items = self.row_items if is_traced or not len(stop) else self.row_items[: int(stop[-1])]
+        at, most = torch.arange(len(items), device=items.device), self.key_blocks.shape[2]
+        owner = (torch.searchsorted(start, at, right=True) - 1).clamp(min=0)
+        kind = torch.where(at < full_start[owner], PARTIAL, FULL)
+        # What lies between lists goes to a column that is cut off.
+        item = torch.where((start[owner] <= at) & (at < stop[owner]), items, most).long()
+        found = torch.zeros(len(start), most + 1, dtype=torch.int64, device=items.device)
+        found = found.index_put((owner, item), kind)[:, :most].view(*self.row_blocks.shape[:3], most)
+        return found == PARTIAL, found == FULL
 
-    def all_partial(self) -> BlockMask:
-        """The mask with no block called full, so that the function decides about each pair."""
-        entries = self.entries()
-        entries = entries._replace(kind=torch.full_like(entries.kind, PARTIAL))
-        groups = self.row_blocks.shape[0], self.row_blocks.shape[1]
-        return listed(entries, groups, self.block_size, self.lengths, self.mask_mod)
+
+def _from_sample(mask_mod: Callable[..., Any], first: int) -> Callable[..., Any]:
+    """A function of samples that are counted from a later one on."""
+
+    def later(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mask_mod(b + first, h, q_idx, kv_idx)
+
+    return later
 
 
 def with_bits(mask: BlockMask, store: Callable[[Tensor, Tensor, bool], None]) -> BlockMask:
@@ -164,51 +178,22 @@ def _lists(owner: Tensor, item: Tensor, kind: Tensor, shape: tuple[int, int, int
     return torch.stack((starts, stops[..., 0], stops[..., 1]), dim=-1).int(), items
 
 
-def lists_of(block_mask: Any) -> BlockMask:
-    """Lists from what a caller gives: ours, or PyTorch's, which is converted once.
+def of_kinds(
+    kinds: Tensor, block_size: tuple[int, int], lengths: tuple[int, int], mask_mod: Callable[..., Any] | None
+) -> BlockMask:
+    """The mask of blocks that are 0, ``PARTIAL`` or ``FULL``, ``(B, H, blocks_q, blocks_k)`` int8.
 
-    Raises:
-        InvalidInputError: It is neither.
+    Its lists have room for all blocks. So no length depends on data: nothing waits for the device, and torch.compile and
+    CUDA graphs can follow.
     """
-    if isinstance(block_mask, BlockMask):
-        return block_mask
-    if not _is_torchs(block_mask):
-        must = "must be made by flashtile.masks or create_block_mask, or be PyTorch's BlockMask, or None"
-        raise InvalidInputError("block_mask", f"is of type {type(block_mask).__name__}, {must}")
-    found = vars(block_mask).get("_flashtile")
-    if found is None:
-        found = block_mask._flashtile = _converted(block_mask)
-    return found  # type: ignore[no-any-return]
+    return BlockMask(*_with_room(kinds), *_with_room(kinds.mT), block_size, lengths, mask_mod)
 
 
-def _is_torchs(block_mask: Any) -> bool:
-    """Without importing PyTorch's module, which takes long: who has such a mask has imported it."""
-    of = type(block_mask)
-    return any(each.__module__ == "torch.nn.attention.flex_attention" for each in of.__mro__)
-
-
-def _converted(mask: Any) -> BlockMask:
-    """PyTorch's mask as ours; waits for the device."""
-    size = mask.BLOCK_SIZE
-    block_size = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-    lengths = int(mask.seq_lengths[0]), int(mask.seq_lengths[1])
-    parts = list(_entries_of(mask))
-    entries = Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
-    groups = _four(mask.kv_num_blocks, 3).shape[:2]
-    mask_mod = None if getattr(mask.mask_mod, "__name__", "") == "noop_mask" else mask.mask_mod
-    return listed(entries, (groups[0], groups[1]), block_size, lengths, mask_mod)
-
-
-def _entries_of(mask: Any) -> Iterator[Entries]:
-    given = [(mask.kv_num_blocks, mask.kv_indices, PARTIAL), (mask.full_kv_num_blocks, mask.full_kv_indices, FULL)]
-    for num_blocks, indices, kind in given:
-        if num_blocks is None:
-            continue
-        counts, items = _four(num_blocks, 3), _four(indices, 4)
-        there = torch.arange(items.shape[-1], device=items.device) < counts[..., None]
-        b, h, row, _ = there.nonzero(as_tuple=True)
-        yield Entries(b * there.shape[1] + h, row, items[there].long(), torch.full_like(b, kind))
-
-
-def _four(x: Tensor, dims: int) -> Tensor:
-    return x[(None,) * (dims - x.dim())]
+def _with_room(kinds: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``_lists``, each list at a place of its own."""
+    *shape, most = kinds.shape
+    # A stable sort leaves the blocks of a kind in order.
+    items = torch.where(kinds == 0, FULL + 1, kinds).sort(dim=-1, stable=True).indices.int().flatten()
+    start = (torch.arange(math.prod(shape), device=kinds.device) * most).view(shape)
+    full_start, stop = start + (kinds == PARTIAL).sum(-1), start + (kinds != 0).sum(-1)
+    return torch.stack((start, full_start, stop), dim=-1).int(), items if len(items) else items.new_zeros(1)

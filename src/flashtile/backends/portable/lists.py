@@ -84,7 +84,7 @@ def kinds(
     span: tuple[int, int],
     device: torch.device,
 ) -> Tensor:
-    """As ``flashtile.api.blocks.evaluated``."""
+    """As ``flashtile.ops.lists.kinds_of``."""
     (batch, heads), rows, keys = groups, span[1] - span[0], -(-lengths[1] // block_size[1])
     found = torch.empty(batch * heads, rows, keys, dtype=torch.int8, device=device)
     launch = kinds_launch(function, (batch, heads), lengths, block_size, span)

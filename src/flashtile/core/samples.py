@@ -1,0 +1,88 @@
+"""Masks by sample: ``mask[b]``, and how a pipeline's schedule splits a mask into those of its microbatches.
+
+Schedules of ``torch.distributed.pipelining`` flatten a stage's arguments by PyTorch's pytrees, split each tensor among
+the leaves along its first dimension, and pass what is no tensor whole. So the leaves of a mask are the numbers of its
+samples and the mask: what is put together again of some numbers is the mask of these samples.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import register_pytree_node
+
+from flashtile.core.errors import InvalidInputError
+
+
+class BySample:
+    """A mask of a batch, or of one sample that all share."""
+
+    # What all share has no last sample, at which an iteration over ``mask[0]``, ``mask[1]``, ... would end.
+    __iter__ = None
+
+    def __init_subclass__(cls) -> None:
+        # A dataclass with slots would be made twice; these have none.
+        register_pytree_node(cls, _flatten, _unflatten)
+
+    @property
+    def batch(self) -> int:
+        """Samples that the mask differs in, 1 if all share it."""
+        raise NotImplementedError
+
+    def _some(self, first: int, stop: int) -> Self:
+        """The mask of samples ``first`` to ``stop - 1``."""
+        raise NotImplementedError
+
+    def __getitem__(self, samples: int | slice) -> Self:
+        """The mask of a sample, as a batch of 1, or of a slice of them. A mask that all share is that of any.
+
+        Args:
+            samples: A number, or ``first:stop``, as of a list.
+
+        Raises:
+            IndexError: There is no such sample.
+            InvalidInputError: The slice has steps.
+        """
+        batch = self.batch
+        if isinstance(samples, slice):
+            first, stop, step = samples.indices(batch)
+            if step != 1:
+                raise InvalidInputError("samples", f"has steps of {step}, must be a number or first:stop")
+            return self if batch == 1 else self._some(first, max(first, stop))
+        number = operator.index(samples)
+        if batch == 1:
+            return self
+        if not -batch <= number < batch:
+            raise IndexError(f"sample {number} of a mask of {batch}")
+        return self._some(number % batch, number % batch + 1)
+
+
+class _Whole:
+    """A leaf that is no tensor: a mask, and the numbers beside it; None where all samples share it."""
+
+    def __init__(self, mask: BySample) -> None:
+        self.mask = mask
+        self.numbers = None if mask.batch == 1 else torch.arange(mask.batch, device="cpu")
+
+
+def _flatten(mask: BySample) -> tuple[list[Any], None]:
+    whole = _Whole(mask)
+    return [whole.numbers, whole], None
+
+
+def _unflatten(leaves: Any, _: None) -> Any:
+    numbers, whole = leaves
+    if not isinstance(whole, _Whole):
+        return [numbers, whole]  # what a caller has in place of leaves, such as how to split each
+    if numbers is whole.numbers or not isinstance(numbers, Tensor):
+        return whole.mask
+    if numbers.is_meta:
+        return whole.mask[: len(numbers)]
+    found = numbers.tolist()
+    first = found[0] if found else 0
+    if found != list(range(first, first + len(found))):
+        raise InvalidInputError("block_mask", f"is split into samples {found}, which do not follow one another")
+    return whole.mask[first : first + len(found)]
