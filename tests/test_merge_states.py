@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -64,6 +65,21 @@ def test_keys_split_anywhere_merge_to_one_call(cuts: list[int], seed: int) -> No
         part = flashtile.attention(q, k[:, start:stop], v[:, start:stop], return_lse=True)
         state = flashtile.merge_states(*state, *part)
     assert_same(state, whole)
+
+
+@pytest.mark.parametrize("score", [torch.finfo(torch.float32).min, -1e9, -3e5, 1e9, torch.finfo(torch.float32).max])
+def test_weights_add_up_to_one_however_large_the_scores(score: float) -> None:
+    q, k, ones = torch.zeros(1, 4, 1, 8), torch.randn(1, 5, 1, 8), torch.ones(1, 5, 1, 8)
+    a = flashtile.attention(q, k, ones, attn_bias=torch.full((4, 5), score), return_lse=True)
+    b = flashtile.attention(q, k, 3 * ones, attn_bias=torch.full((4, 5), score), return_lse=True)
+    outs, lses = [a[0].requires_grad_(), b[0].requires_grad_()], [a[1].requires_grad_(), b[1].requires_grad_()]
+    merged, lse = flashtile.merge_states(outs[0], lses[0], outs[1], lses[1])
+    assert torch.equal(merged, 2 * torch.ones_like(merged))
+    torch.testing.assert_close(lse, a[1] + math.log(2))
+    grads = torch.autograd.grad(merged.sum() + lse.sum(), (*outs, *lses))
+    assert all(torch.equal(x, torch.full_like(x, 0.5)) for x in grads[:2])
+    # A head's 8 columns, each -1 or 1 from their average, at a weight of a half; and lse's own share.
+    assert [x.unique().item() for x in grads[2:]] == [-3.5, 4.5]
 
 
 def test_gradients_flow_through_a_merge() -> None:

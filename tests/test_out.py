@@ -61,6 +61,18 @@ def test_no_keys_at_all() -> None:
         assert not out.any()
 
 
+def test_a_bias_leaves_lse_one_number_a_row() -> None:
+    given = inputs() | {"attn_bias": torch.full((1, 70, 90), -1e9), "backend": "cpu", "return_lse": True}
+    out = torch.full((76, 4, 64), torch.nan)
+    _, lse = flashtile.attention_varlen(**given, out=out)
+    want = given["v"][:90].mean(0).repeat_interleave(2, 0)
+    torch.testing.assert_close(out[:70], want.expand(70, -1, -1))
+    assert lse.is_contiguous() and torch.equal(lse[:, :70], torch.full((4, 70), -1e9))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _, fake = flashtile.attention_varlen(**given, out=out)
+    assert fake.shape == lse.shape and fake.stride() == lse.stride()
+
+
 def test_opcheck() -> None:
     t = IntoTensors(**inputs(), out=torch.zeros(76, 4, 64))
     torch.library.opcheck(torch.ops.flashtile.attention_into.default, INTO.flatten(t, Options()))

@@ -416,6 +416,67 @@ def test_opcheck_forward_mode() -> None:
     torch.library.opcheck(torch.ops.flashtile.attention_jvp.default, args)
 
 
+def with_huge_rows() -> tuple[Tensor, ...]:
+    """q, k, v and a bias of huge rows; float32 holds all scores, halves, in whichever order they are summed."""
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randint(-1, 2, (2, n, 2, 4), generator=make).float() for n in (6, 9, 9))
+    rows = torch.tensor([torch.finfo(torch.float32).min, -1e9, -3e5, 1e9, torch.finfo(torch.float32).max, 0.0])
+    return q, k, v, rows[:, None] + torch.randint(0, 2, (2, 1, 6, 9), generator=make).float()
+
+
+def of_huge_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return flashtile.attention(q, k, v, attn_bias=bias, return_lse=True)
+
+
+def by_softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """By the formula in float32; torch.logsumexp would lose the counts of keys in its gradient."""
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 2 + bias
+    top = scores.detach().amax(-1, keepdim=True)
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    return out, top.squeeze(-1) + torch.log(torch.exp(scores - top).sum(-1))
+
+
+SEEDS = normal(3, 2, 6, 2, 4, seed=4).float(), normal(3, 2, 2, 6, seed=5).float()
+TANGENTS = tuple(normal(*x.shape, seed=7).float() for x in with_huge_rows())
+
+
+def weighted(call: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    def loss(*x: Tensor) -> Tensor:
+        out, lse = call(*x)
+        return (out * SEEDS[0][0, : len(out)]).sum() + (lse * SEEDS[1][0, : len(lse)]).sum()
+
+    return loss
+
+
+def batch_of_gradients(call: Callable[..., tuple[Tensor, Tensor]], *x: Tensor) -> Any:
+    leaves = [each.clone().requires_grad_() for each in x]
+    return torch.autograd.grad(call(*leaves), leaves, SEEDS, is_grads_batched=True)
+
+
+# With a bias lse has two parts inside, and has one for callers, whatever transforms the call.
+WAYS: dict[str, Callable[..., Any]] = {
+    "values": lambda call, *x: call(*x),
+    "grad": lambda call, *x: grad(weighted(call), (0, 1, 2, 3))(*x),
+    "batch": batch_of_gradients,
+    "vmap": lambda call, q, *x: vmap(call, (0, None, None, None))(torch.stack([q, -q]), *x),
+    "samples": lambda call, *x: vmap(grad(weighted(call), (0, 3)))(*(e[:, None] for e in x)),
+    "jvp": lambda call, *x: jvp(call, x, TANGENTS)[1],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_compiled"), [*((name, False) for name in WAYS), ("grad", True), ("samples", True), ("jvp", True)]
+)
+def test_transforms_keep_the_counts_of_huge_rows(name: str, is_compiled: bool) -> None:
+    torch._dynamo.reset()
+    tensors = with_huge_rows()
+    call: Any = partial(WAYS[name], of_huge_rows)
+    if is_compiled:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    got, want = call(*tensors), WAYS[name](by_softmax, *tensors)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_eager_calls_skip_the_dispatcher() -> None:
     q = torch.ones(1, 4, 1, 4)
     assert not operation.is_watched(q, q, q)

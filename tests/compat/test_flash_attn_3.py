@@ -206,6 +206,16 @@ def test_combined_splits_are_attention_to_all_keys(count: int) -> None:
     assert_same(torch.autograd.grad((out, lse), leaves, grads), torch.autograd.grad(expected_pair, leaves, grads))
 
 
+@pytest.mark.parametrize("score", [torch.finfo(torch.float32).min, -1e9, 1e9])
+def test_combined_splits_of_huge_rows_count_alike(score: float) -> None:
+    values = torch.tensor([1.0, 2.0, 6.0])[:, None, None, None, None].expand(3, 1, 2, 3, 4)
+    lse_partial = torch.full((3, 1, 2, 3), score, requires_grad=True)
+    out, lse = fa3.flash_attn_combine(values, lse_partial)
+    torch.testing.assert_close((out, lse), (torch.full_like(out, 3.0), torch.full_like(lse, score)))
+    (grad,) = torch.autograd.grad(out.sum() + lse.sum(), lse_partial)
+    torch.testing.assert_close(grad, ((values - 3).sum(-1) + 1) / 3)
+
+
 def test_combine_writes_dtypes_and_targets() -> None:
     _, out_partial, lse_partial = splits(4)
     out_partial, lse_partial = out_partial.detach(), lse_partial.detach()

@@ -48,6 +48,7 @@ def drawn(seed: int, world: int) -> tuple[Case, str, str]:
         values["mask"] = draw.choice(AXES)
     if draw.random() < 0.5:
         values |= {"bias": draw.choice(AXES), "bias_grad": draw.random() < 0.8}
+        values["large"] = draw.choice(("", "", "min", "-1e9"))
     if draw.random() < 0.3:
         values["intervals"] = draw.choice(INTERVALS)
     values |= {"sinks": draw.random() < 0.2, "lse_grad": draw.random() < 0.3}

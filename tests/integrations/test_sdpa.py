@@ -155,6 +155,20 @@ def test_served_calls_have_pytorchs_numbers(sample: Sample, dtype: torch.dtype) 
     judge(leaves, got, sample.keywords)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_that_finite_masks_hide_whole_have_their_softmax(dtype: torch.dtype) -> None:
+    make = torch.Generator().manual_seed(2)
+    # Scores are halves, which float32 holds beside the lowest float16.
+    shapes = {"query": (2, 2, 3, 4), "key": (2, 2, 700, 4), "value": (2, 2, 700, 4)}
+    leaves = {n: torch.randint(-1, 2, x, generator=make).to(dtype).requires_grad_() for n, x in shapes.items()}
+    mask = torch.zeros(2, 1, 3, 700, dtype=dtype)
+    mask[:, :, 1:] = torch.finfo(dtype).min
+    with sdpa.use():
+        got = results(leaves, F.scaled_dot_product_attention, {"attn_mask": mask})
+    assert sdpa.calls.served == 1
+    judge(leaves | {"attn_mask": mask}, got, {})
+
+
 def test_parameters_are_served() -> None:
     leaves = {name: nn.Parameter(x.detach()) for name, x in Sample("").leaves(torch.float32).items()}
     with sdpa.use():

@@ -146,6 +146,24 @@ def test_compiles_with_separate_caches_and_numbers_as_lengths() -> None:
     assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[0][1, 12:15], NEW[1])
 
 
+def test_a_function_leaves_lse_one_number_a_row() -> None:
+    torch._dynamo.reset()
+
+    def hidden(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return torch.where(h == 0, -1e9, score)
+
+    def step(q: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        return flashtile.attention_with_kvcache(
+            q, cache, cache, cache_seqlens=9, cache_batch_idx=index(0, 2), causal=False, score_mod=hidden,
+            return_lse=True, backend="cpu",
+        )  # fmt: skip
+
+    out, lse = step(Q, CACHE)
+    torch.testing.assert_close(out[:, :, 0], CACHE[[0, 2], :9, 0].mean(1, keepdim=True).expand(-1, 3, -1))
+    assert lse.is_contiguous() and torch.equal(lse[:, 0], torch.full((2, 3), -1e9))
+    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="aot_eager")(Q, CACHE), (out, lse))
+
+
 class Layer(torch.nn.Module):
     """One step that appends to its own cache."""
 

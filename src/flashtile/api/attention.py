@@ -314,6 +314,9 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     The operation is associative and commutative, and ``(0, -inf)`` is its empty state, so keys may be split anywhere
     and merged in any order. Differentiable in all four arguments.
 
+    The weights of the two add up to 1. They are as exact as lse: float32 tells them to 1% near 1e5, and near 1e9 not
+    how many keys a state has, so that two averages of such rows are merged as if they were of equally many.
+
     Args:
         out_a: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``.
         lse_a: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)``, natural log.

@@ -40,7 +40,7 @@ def in_parts(top: Tensor, log_sum: Tensor) -> Tensor:
 
     Args:
         top: ``(..., rows)``, the largest score of each row, -inf for a row without keys.
-        log_sum: ``(..., rows)``, natural log of the row's sum of ``exp(score - top)``; any number for a row without keys.
+        log_sum: ``(..., rows)``, natural log of the sum of ``exp(score - top)``; any number for a row without keys.
 
     Returns:
         ``(..., rows, 2)``; (-inf, 0) for a row without keys.
@@ -52,7 +52,7 @@ def in_parts(top: Tensor, log_sum: Tensor) -> Tensor:
 
 
 def in_one(lse: Tensor, out: Tensor) -> Tensor:
-    """lse of the rows of out, or its gradient, without the second of its parts if it has them; contiguous then."""
+    """The lse of out's rows, or its gradient, without the second of its parts if it has them; contiguous then."""
     return lse[..., 0].contiguous() if lse.dim() == out.dim() else lse
 
 

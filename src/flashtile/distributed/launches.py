@@ -340,9 +340,7 @@ class Running:
         large_scores: ``Problem.large_scores``.
     """
 
-    def __init__(
-        self, t: Tensors, share: Share, sinks: Tensor | None, into: Tensor | None, large_scores: bool
-    ) -> None:
+    def __init__(self, t: Tensors, share: Share, sinks: Tensor | None, into: Tensor | None, large_scores: bool) -> None:
         self._t, self._large_scores = some_of(t, share.rows, share.keys), large_scores
         self._into = None if into is None else into[slice(*share.rows)]
         self._state = None if sinks is None else self._start(sinks)
@@ -359,7 +357,6 @@ class Running:
         if self._into is not None and out.data_ptr() != self._into.data_ptr():
             self._into.copy_(out)
         return out, state.lse
-
 
     def _start(self, sinks: Tensor | None) -> Partial:
         """The state before any key."""

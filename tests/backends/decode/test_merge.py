@@ -31,6 +31,18 @@ def test_two_states(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("top", [torch.finfo(torch.float32).min, -1e9, torch.finfo(torch.float32).max])
+def test_weights_add_up_to_one_however_large_lse_is(top: float) -> None:
+    out, lse = torch.ones(2, 3, 2, 16), torch.full((2, 2, 3), top)
+    lower = torch.where(torch.arange(3) == 2, -torch.inf, lse)
+    for more_out, more_lse, want in ((3 * out, lse, 2.0), (3 * out, torch.zeros_like(lse), 1.0 + 2 * (top < 0))):
+        merged, merged_lse = merge.merge(out, lse, more_out, more_lse)
+        assert torch.equal(merged, want * out)
+        assert torch.equal(merged_lse, torch.maximum(lse, more_lse))
+    merged, _ = merge.merge(out, lower, 3 * out, lse)
+    assert torch.equal(merged[:, :2], 2 * out[:, :2]) and torch.equal(merged[:, 2], 3 * out[:, 2])
+
+
 def test_what_the_kernel_does_not_take() -> None:
     out, lse = torch.zeros(2, 4, 3, 16), torch.zeros(2, 3, 4)
     assert not merge.can_merge(out.double(), lse.double(), out.double(), lse.double())
