@@ -67,11 +67,6 @@ def _plan_class(folder: str) -> Any:
     return getattr(importlib.import_module(f"flashtile.backends.hopper.{folder}.launch"), _PLANS[folder])
 
 
-def _by_bits(problem: Problem) -> Problem:
-    """The call without its mask's function where lists have bits of what that keeps."""
-    return problem.but(mask_function=None) if problem.has_bits else problem
-
-
 def _folder(problem: Problem, direction: Direction) -> str:
     is_big = max(problem.head_dim, problem.head_dim_v) > 256
     return _BIG.get(direction, direction) if is_big else direction
@@ -104,7 +99,7 @@ class _Backend:
             "quantized": quantized_tiles,
         }  # fmt: skip
         choose = modules[_folder(problem, direction)].choose
-        config = choose(_by_bits(problem))
+        config = choose(tiles.by_bits(problem))
         return f"TMA and WGMMA, warp-specialised and persistent, {config}"
 
     def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = ()) -> Plan:
@@ -115,13 +110,13 @@ class _Backend:
             from flashtile.backends.gpu.decode.split_forward import SplitForwardPlan
 
             return SplitForwardPlan(problem, like, _plan_class("decode"), make)
-        plan: Plan = make(_by_bits(problem), like, *given)
+        plan: Plan = make(problem, like, *given)
         return plan
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         from flashtile.backends.hopper.launches import launches
 
-        return host.builds(launches(_by_bits(problem), tensors, direction))
+        return host.builds(launches(problem, tensors, direction))
 
 
 BACKEND = _Backend()

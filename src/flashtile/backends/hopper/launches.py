@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from flashtile.backends.gpu.decode.config import as_cached, splits_keys
 from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.hopper.forward.config import by_bits
+from flashtile.backends.portable import repair
 from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem
 
@@ -26,6 +30,26 @@ def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, 
 
         call = (as_cached(problem), cached_tensors(tensors)) if splits else (problem, tensors)
         return decode.launches(CachedPlan, *call)
+    made = _regular(by_bits(problem), tensors, direction)
+    if direction == "forward":
+        return made | repair.forward_launches(problem, tensors)
+    flag_rows = _backward_config(problem).choose(by_bits(problem)).block_m
+    return made | repair.backward_launches(problem, tensors, _like_dout(problem, tensors), flag_rows)
+
+
+def _backward_config(problem: Problem) -> Any:
+    from flashtile.backends.hopper.backward import config
+    from flashtile.backends.hopper.big_backward import config as big_config
+
+    return big_config if max(problem.head_dim, problem.head_dim_v) > 256 else config
+
+
+def _like_dout(problem: Problem, tensors: Any) -> Tensor:
+    dout: Tensor = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
+    return dout
+
+
+def _regular(problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:
     if direction == "forward" and max(problem.head_dim, problem.head_dim_v) > 256:
         from flashtile.backends.hopper.big_heads import config as big_config
         from flashtile.backends.hopper.big_heads import launch as big_heads
@@ -38,13 +62,11 @@ def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, 
 
         chosen = config.choose(problem, tensor_maps.score_bytes(tensors), tensors.q.shape[-3])
         return launch.launches(problem, tensors, chosen)
-    dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
+    dout = _like_dout(problem, tensors)
     if max(problem.head_dim, problem.head_dim_v) > 256:
-        from flashtile.backends.hopper.big_backward import config as big_backward_config
         from flashtile.backends.hopper.big_backward import launch as big_backward
 
-        return big_backward.launches(problem, tensors, dout, None, big_backward_config.choose(problem))
-    from flashtile.backends.hopper.backward import config as backward_config
+        return big_backward.launches(problem, tensors, dout, None, _backward_config(problem).choose(problem))
     from flashtile.backends.hopper.backward import launch as backward_launch
 
-    return backward_launch.launches(problem, tensors, dout, None, backward_config.choose(problem))
+    return backward_launch.launches(problem, tensors, dout, None, _backward_config(problem).choose(problem))

@@ -55,6 +55,7 @@ def output_of(problem: Problem, box: TensorMap | None, block_dim: int, is_joined
     return Output(
         box, Pointer(torch.float32, "out") if box is None else None,
         Pointer(torch.float32, "lse"), partial_out, partial_lse, dim, block_dim, problem.varlen,
+        2 if problem.large_scores else 1,
     )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# From this size on float32 holds too little of an lse, in base 2 and beside the log of a sum: see ``is_lost``.
+MOST = tl.constexpr(4096.0)
 
 
 @triton.jit
@@ -158,6 +160,15 @@ def merge_in_parts(out, lse, more_out, more_lse):
     weight, more_weight = (weight * scale)[:, None], (more_weight * scale)[:, None]
     joined = tl.where(weight == 0.0, 0.0, out * weight) + tl.where(more_weight == 0.0, 0.0, more_out * more_weight)
     return joined, joined_lse
+
+
+@triton.jit
+def is_lost(lse):
+    """Whether float32 may not hold lse, or a kernel that multiplies scores with LOG2_E first may have overflowed.
+
+    So are rows without keys, and NaN.
+    """
+    return (tl.abs(lse) < MOST) == 0
 
 
 @triton.jit

@@ -27,8 +27,9 @@ from flashtile.backends.hopper.backward.records import Results, Schedule, Splits
 from flashtile.backends.hopper.backward.rows import Workspace, finish_gradient, key_blocks, prepare_rows
 from flashtile.backends.hopper.backward.scheduler import BOUNDS_BLOCK
 from flashtile.backends.hopper.device.records import Mods
-from flashtile.backends.hopper.forward.config import has_slope
+from flashtile.backends.hopper.forward.config import by_bits, has_slope
 from flashtile.backends.hopper.records import mods_of
+from flashtile.backends.portable import repair
 from flashtile.call.backend import Chain, Gradients
 from flashtile.call.problem import Problem, Tensors
 
@@ -40,7 +41,7 @@ _CACHE_BYTES = 25 * 1024 * 1024
 _ROWS = 64
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi",
-    "bias", "mask", "row_keys", "key_rows", "key_blocks", "key_items", "bounds", "rng_state",
+    "bias", "mask", "row_keys", "key_rows", "key_blocks", "key_items", "bounds", "rng_state", "rows", repair.BOUNDS,
 )  # fmt: skip
 
 
@@ -67,7 +68,8 @@ class BackwardPlan:
         band = problem.band
         # A band that keeps nothing, or no rows, or no keys: TMA has no map of an empty tensor.
         keeps_nothing = band.left is not None and band.right is not None and band.left + band.right < 0
-        self._problem = problem
+        self._whole = problem
+        problem = self._problem = by_bits(problem)
         q, k, v = tensors.q, tensors.k, tensors.v
         is_contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
         empty_like = torch.empty_like if is_contiguous else _empty_contiguous
@@ -84,6 +86,9 @@ class BackwardPlan:
         self._work = self._workspace(problem, config, tensors)
         self._like_work = like_floats(q, (self._work.floats,))
         self._block_m = config.block_m
+        terms = repair.num_terms(problem, tensors, self._work.blocks)
+        self._like_terms = None if terms is None else like_floats(q, (terms,))
+        self._repair_bounds = repair.backward_bounds(problem, tensors)
         self._config = config
         self._in_chain = configs.in_chain(config)
         self._of_chain: Workspace | None = None
@@ -120,21 +125,26 @@ class BackwardPlan:
         # The forward's results are on 16 bytes unless a caller has brought others.
         out = out if out.data_ptr() % 16 == 0 else out.clone()
         work = torch.empty_like(self._like_work)
+        terms = None if self._like_terms is None else torch.empty_like(self._like_terms)
         steps = self._steps.get(sums is not None)
         if steps is None:
             made = self._launches(self._problem, t, dout, dlse, self._config, self._work, adds=sums is not None)
+            made |= repair.backward_launches(self._whole, t, dout, self._block_m)
             names = (*_OPERANDS, *operand_names(t))
             steps = [Step(each, names, t.q.device) for each in made.values()]
             self._steps[sums is not None] = steps
         run(steps, (
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
             t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, t.key_blocks, t.key_items,
-            None if self._bounds is None else empty_bounds(self._bounds, t.q), t.rng_state,
+            None if self._bounds is None else empty_bounds(self._bounds, t.q), t.rng_state, terms,
+            None if self._repair_bounds is None else empty_bounds(self._repair_bounds, t.q),
             *read_by_mods(t, self._problem),
         ))  # fmt: skip
         self._finish(work, sums is not None, dk, dv)
         if t.sinks is not None and wanted.sinks:
             dsinks = self._sinks_gradient(t.sinks, work)
+            if terms is not None:
+                dsinks += repair.sinks_gradient(self._problem, t, lse, terms)
         return Gradients(dq, dk, dv, None, dsinks)
 
     def in_chain(
@@ -277,6 +287,7 @@ def preprocess_launch(
         "results": results,
         "cu_seqlens_k": pointer(tensors.cu_seqlens_k, "cu_seqlens_k") if skips else None,
         "work": work.record(),
+        "terms": repair.terms_of(p, tensors, config.block_m),
         "BLOCK_M": config.block_m,
         "BLOCK_D": config.block_d,
     }
@@ -464,5 +475,6 @@ def _sinks_gradient_without_keys(sinks: Tensor, lse: Tensor, dlse: Tensor | None
     """Where no row has a key, lse is the sink, but for rows past the last packed sequence."""
     if dlse is None:
         return torch.zeros_like(sinks)
+    lse = lse[..., 0] if lse.dim() > dlse.dim() else lse
     rows = torch.where(lse == -torch.inf, 0.0, dlse)
     return rows.transpose(-1, -2).reshape(-1, sinks.shape[0]).sum(0).to(sinks.dtype)

@@ -138,11 +138,24 @@ def last_first():
 
 
 @triton.jit
-def prepare_rows(results, cu_seqlens_k, work, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+def leave_to_repair(lse, delta, at, exists, terms, block):
+    """(lse, delta) without the lost rows, whose terms are stored from ``at`` on; lse is given in parts."""
+    lost = exists & softmax.is_lost(lse[0]) & (lse[0] != float("-inf"))
+    tl.store(terms.lse + at, tl.where(lost, lse[0], float("inf")), mask=exists)
+    tl.store(terms.rest + at, lse[1] * softmax.LOG2_E, mask=exists)
+    tl.store(terms.delta + at, tl.where(lost, delta, 0.0), mask=exists)
+    tl.store(terms.flags + block, tl.max(lost.to(tl.int32), 0))
+    return tl.where(lost, float("-inf"), lse[0]), delta
+
+
+@triton.jit
+def prepare_rows(results, cu_seqlens_k, work, terms, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Fills a row block's rows, and zeroes its dq, its dq_order, the counter of tiles and the sums of dk and dv.
 
     A row past its sequence or without keys gets (inf, 0): its probabilities are then 0 without a mask, whatever lies in
-    its place. With cu_seqlens_k, sequences without keys are skipped. BLOCK_D: columns of a row block's dq.
+    its place. So does a row that ``softmax.is_lost``, whose terms go to ``terms``, the portable backend's
+    ``RowTerms``, for a repair; None without ``Problem.large_scores``. With cu_seqlens_k, sequences without keys are
+    skipped. BLOCK_D: columns of a row block's dq.
     """
     DIM: tl.constexpr = results.dout.DIM
     VARLEN: tl.constexpr = results.queries.cu_seqlens is not None
@@ -175,7 +188,10 @@ def prepare_rows(results, cu_seqlens_k, work, BLOCK_M: tl.constexpr, BLOCK_D: tl
     if HAS_DLSE:
         dlse_at = results.dlse + b64 * results.stride_b + h * results.stride_head + i * results.stride_row
         delta -= tl.load(dlse_at, mask=exists, other=0.0)
-    lse = tl.load(results.lse + (b64 * num_heads + h) * seqlen_q + i, mask=exists, other=float("-inf"))
+    LARGE: tl.constexpr = terms is not None
+    lse = softmax.load_lse(results.lse, (b64 * num_heads + h) * seqlen_q + i, exists, LARGE)
+    if LARGE:
+        lse, delta = leave_to_repair(lse, delta, (b64 * num_heads + h) * terms.stride_head + i, exists, terms, pid)
     row_at = work.rows + tl.cast(pid, tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     tl.store(row_at, softmax.lse_log2_of(lse))
     tl.store(row_at + BLOCK_M, tl.where(lse == float("-inf"), 0.0, delta))

@@ -340,4 +340,4 @@ def store_lse(lse, records, tiles, call, output, schedule):
     if schedule.PACK_GQA:
         # lse has seqlen_q numbers a head.
         at += heads * call.queries.length
-    gl.store(output.lse + lse_offset(where, call) + at, lse, mask=positions < where.length)
+    gl.store(output.lse + (lse_offset(where, call) + at) * output.LSE_PARTS, lse, mask=positions < where.length)

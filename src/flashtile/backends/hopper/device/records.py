@@ -165,6 +165,8 @@ class Output(NamedTuple):
         DIM: Columns of what is read or written from registers; None if nothing is, so that one build serves several.
         BLOCK_DIM: Columns of a tile.
         PACKED: As of ``Rows``.
+        LSE_PARTS: Numbers of a row's lse, here and in partial_lse, of which kernels know the first alone: 2 with
+            ``Problem.large_scores``. A repair then stores the others, and what these kernels lose.
     """
 
     desc: Any
@@ -175,6 +177,7 @@ class Output(NamedTuple):
     DIM: Any
     BLOCK_DIM: Any
     PACKED: Any
+    LSE_PARTS: Any = 1
 
 
 class Schedule(NamedTuple):

@@ -462,3 +462,8 @@ _GATHERING = {(2, 1): (232, 40), (2, 2): (232, 40), (2, 4): (224, 32), (3, 1): (
 def _variant(config: Config, **changes: Any) -> Config:
     """``replace``, whose checks take longer than all else that a new length costs here."""
     return replace(config, **changes)
+
+
+def by_bits(problem: Problem) -> Problem:
+    """The call without its mask's function where lists have bits of what that keeps."""
+    return problem.but(mask_function=None) if problem.has_bits else problem

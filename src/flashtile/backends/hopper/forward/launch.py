@@ -23,6 +23,7 @@ from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.kernel import attention_forward
 from flashtile.backends.hopper.forward.scheduler import BOUNDS_BLOCK
 from flashtile.backends.hopper.records import call_of, keys_of, mods_of, output_of, rows_of, schedule_of
+from flashtile.backends.portable import repair
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import states
 from flashtile.core.states import Partial
@@ -30,6 +31,7 @@ from flashtile.core.states import Partial
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "sinks", "cu_seqlens_q", "cu_seqlens_k", "counter", "alibi", "bias", "mask",
     "partial_out", "partial_lse", "row_keys", "key_rows", "row_blocks", "row_items", "bounds", "rng_state",
+    repair.BOUNDS,
 )  # fmt: skip
 _NO_PARTIAL: tuple[Tensor | None, Tensor | None] = (None, None)
 
@@ -46,6 +48,7 @@ class ForwardPlan:
             config: Tiles to use instead of the chosen ones, for tuning.
         """
         q, k = tensors.q, tensors.k
+        self._whole, problem = problem, configs.by_bits(problem)
         self._problem = problem
         self._out_shape = (*q.shape[:-1], problem.head_dim_v)
         self._out_is_like_q = q.is_contiguous() and self._out_shape == q.shape and problem.out_dtype == q.dtype
@@ -60,6 +63,7 @@ class ForwardPlan:
         self._steps = self._steps_of(tensors, self._config)
         self._joining: tuple[Step, ...] | None = None
         self._bounds = most_bounds(problem, tensors) if problem.intervals else None
+        self._repair_bounds = repair.forward_bounds(problem, tensors)
 
     def __call__(
         self, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None
@@ -87,7 +91,7 @@ class ForwardPlan:
             t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, tile_counter, t.alibi_slopes, t.attn_bias,
             t.attn_mask, *parts, t.row_keys, t.key_rows, t.row_blocks, t.row_items,
             None if self._bounds is None else empty_bounds(self._bounds, t.q), t.rng_state,
-            *read_by_mods(t, self._problem),
+            None if self._repair_bounds is None else empty_bounds(self._repair_bounds, t.q), *read_by_mods(t, self._problem),
         ))  # fmt: skip
         return out, lse
 
@@ -96,8 +100,9 @@ class ForwardPlan:
         return configs.choose(problem, score_bytes, rows)
 
     def _steps_of(self, t: Tensors, config: Any, *, is_joined: bool = False) -> tuple[Step, ...]:
-        made = self._launches(self._problem, t, config, is_joined=is_joined).values()
-        return tuple(Step(each, (*_OPERANDS, *operand_names(t)), t.q.device) for each in made)
+        made = self._launches(self._problem, t, config, is_joined=is_joined)
+        made |= repair.forward_launches(self._whole, t, is_joined=is_joined)
+        return tuple(Step(each, (*_OPERANDS, *operand_names(t)), t.q.device) for each in made.values())
 
     @staticmethod
     def _launches(problem: Problem, tensors: Tensors, config: Any, *, is_joined: bool = False) -> dict[str, Launch]:
@@ -247,12 +252,14 @@ def without_keys(
 ) -> tuple[Tensor, Tensor]:
     """No keys at all, or no rows."""
     out.zero_()
-    lse.fill_(-math.inf)
+    lse.zero_()
+    found = lse[..., 0] if problem.large_scores else lse
+    found.fill_(-math.inf)
     if sinks is not None and lse.numel():
         if problem.varlen:
             assert cu_seqlens_q is not None
-            rows = torch.arange(lse.shape[1], device=lse.device) < cu_seqlens_q[-1]
-            lse.copy_(torch.where(rows, sinks[:, None].float(), lse))
+            rows = torch.arange(found.shape[1], device=lse.device) < cu_seqlens_q[-1]
+            found.copy_(torch.where(rows, sinks[:, None].float(), found))
         else:
-            lse.copy_(sinks[:, None].float().expand(lse.shape))
+            found.copy_(sinks[:, None].float().expand(found.shape))
     return out, lse

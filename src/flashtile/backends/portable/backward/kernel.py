@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, intervals, lists, mods, softmax
+from flashtile.backends.gpu.device import blocks, intervals, lists, mods, scheduler, softmax
 from flashtile.backends.gpu.device.blocks import KeyBlocks
 from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
 from flashtile.backends.gpu.device.mods import multiple
@@ -42,12 +42,18 @@ class RowTerms(NamedTuple):
         delta: See the module's docstring.
         stride_head: Theirs, a multiple of 128.
         rest: What rounding took from lse, in base 2; None without ``Mods.LARGE``.
+        flags: Given to repair: what rows another backend's kernels have lost add to gradients is added to these, and
+            of all others lse is +inf. int32, whether a block of rows has lost some: blocks are numbered by sequences
+            and heads, or, packed, by heads and then as ``scheduler.packed_tile`` has them.
+        FLAG_ROWS: Rows of such a block.
     """
 
     lse: Any
     delta: Any
     stride_head: Any
     rest: Any = None
+    flags: Any = None
+    FLAG_ROWS: Any = None
 
 
 class KeyGradients(NamedTuple):
@@ -127,55 +133,85 @@ def across(lse, AXIS: tl.constexpr):
 
 
 @triton.jit
-def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, place):
-    """Adds the contribution of one head's query blocks, those of ``blocks.KeyBlocks``, to dk and dv, where needed.
+def has_lost(of_rows, call, b, h, queries):
+    """Whether a sequence's head has rows to repair."""
+    ROWS: tl.constexpr = of_rows.FLAG_ROWS
+    if call.queries.cu_seqlens is None:
+        first = (tl.cast(b, tl.int64) * call.heads.num_q + h) * tl.cdiv(call.queries.length, ROWS)
+    else:
+        first = tl.cast(h, tl.int64) * (call.queries.length // ROWS + call.queries.count + 1)
+        first += scheduler.first_packed_tile(queries.start, b, ROWS, 1, 0)
+    count, found = tl.cdiv(queries.length, ROWS), 0
+    for at in range(0, count, 128):
+        block = at + tl.arange(0, 128)
+        found = tl.maximum(found, tl.max(tl.load(of_rows.flags + first + block, mask=block < count, other=0), 0))
+    return found
 
-    The scores' first dimension is the keys.
-    """
+
+@triton.jit
+def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, place):
+    """Adds the contribution of one head's query blocks, those of ``blocks.KeyBlocks``, to dk and dv, where needed."""
+    for position in tl.range(visit.start, visit.stop):
+        if of_rows.flags is None:
+            dk, dv = query_block(dk, dv, k, v, position, visit, call, douts, of_rows, grads, tiles, head, place)
+        else:
+            rows = lists.number_of(position, call.mods.band.lists, tiles.BLOCK_M) * tiles.BLOCK_M
+            rows += tl.arange(0, tiles.BLOCK_M)
+            lse, _delta = load_row_terms(of_rows, call.heads.num_q, head, place.queries, rows)
+            if tl.min(lse[0], 0) < float("inf"):
+                dk, dv = query_block(dk, dv, k, v, position, visit, call, douts, of_rows, grads, tiles, head, place)
+    return dk, dv
+
+
+@triton.jit
+def query_block(dk, dv, k, v, position, visit, call, douts, of_rows, grads, tiles, head, place):
+    """``over_queries`` of one block; the scores' first dimension is the keys."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     queries, n_first, cipher = place.queries, place.block * BLOCK_N, cipher_of(call, head.b, head.h)
     row_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + head.h) * of_rows.stride_head + queries.start
     cols = n_first + tl.arange(0, BLOCK_N)[:, None]
-    for position in tl.range(visit.start, visit.stop):
-        m = lists.number_of(position, call.mods.band.lists, BLOCK_M)
-        first = m * BLOCK_M
-        rows = first + tl.arange(0, BLOCK_M)
-        p = rows[None, :] + head.shift
-        edge = visit.MASKED
-        if visit.full_start is not None:
-            edge = (m < visit.full_start) | (m >= visit.full_stop)
-        q = load_rows(HeadRows(call.q, head.h, queries), first, BLOCK_M, visit.MASKED)
-        # Rows past the end have lse +inf, so probability 0: dense ones from prepare_rows, packed ones by a select.
-        # A listed block may reach past all that is stored of a head, so what lists load is checked.
-        if visit.MASKED and call.mods.band.lists is not None:
-            lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
-        else:
-            lse = (tl.load(of_rows.lse + row_at + first + tl.arange(0, BLOCK_M)),)
-            if of_rows.rest is not None:
-                lse = also(lse, tl.load(of_rows.rest + row_at + first + tl.arange(0, BLOCK_M)))
-            delta = tl.load(of_rows.delta + row_at + first + tl.arange(0, BLOCK_M))
-            if visit.MASKED and call.queries.cu_seqlens is not None:
-                # What lies where rest would be is finite.
-                lse = (tl.where(rows < queries.length, lse[0], float("inf")),) + lse[1:]
-                delta = tl.where(rows < queries.length, delta, 0.0)
-        at = mods.pairs_of(head, p, cols)
-        given = mods.read(call.mods, head, at, visit.PARTIAL)
-        product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
-        probs, slope = probabilities(product, across(lse, 0), call, head, at, edge, visit.PARTIAL, True, given)
-        dout = load_rows(HeadRows(douts, head.h, queries), first, BLOCK_M, visit.MASKED)
-        dprobs = times_transposed(v, dout, INPUT_PRECISION)
-        kept_probs = probs
-        if call.mods.dropout.rng_state_ptr is not None:
-            kept = tl.trans(keep_tile(call.mods.dropout, cipher, head.b, first, n_first, BLOCK_M, BLOCK_N))
-            kept_probs = tl.where(kept, probs, 0.0)
-            dprobs = tl.where(kept, dprobs * call.mods.dropout.keep_scale, 0.0)
-        if grads.dv is not None:
-            dv = add_product(dv, kept_probs.to(dout[0].dtype), dout, INPUT_PRECISION)
-        if grads.dk is not None:
-            dscores = mods.score_gradient(probs, dprobs, delta[None, :], slope, call.mods, edge)
-            dk = add_product(dk, dscores.to(q[0].dtype), q, INPUT_PRECISION)
+    m = lists.number_of(position, call.mods.band.lists, BLOCK_M)
+    first = m * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    p = rows[None, :] + head.shift
+    edge = visit.MASKED
+    if visit.full_start is not None:
+        edge = (m < visit.full_start) | (m >= visit.full_stop)
+    q = load_rows(HeadRows(call.q, head.h, queries), first, BLOCK_M, visit.MASKED)
+    # Rows past the end have lse +inf, so probability 0: dense ones from prepare_rows, packed ones by a select.
+    # A listed block may reach past all that is stored of a head, so what lists load is checked. So is what might be a
+    # NaN: the rest past a packed sequence's end, and rows that a repair has no terms of.
+    LISTED: tl.constexpr = call.mods.band.lists is not None
+    PACKED: tl.constexpr = call.queries.cu_seqlens is not None
+    HAS_REST: tl.constexpr = of_rows.rest is not None
+    if of_rows.flags is not None or (visit.MASKED and (LISTED or (PACKED and HAS_REST))):
+        lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
+    else:
+        lse = (tl.load(of_rows.lse + row_at + first + tl.arange(0, BLOCK_M)),)
+        if HAS_REST:
+            lse = also(lse, tl.load(of_rows.rest + row_at + first + tl.arange(0, BLOCK_M)))
+        delta = tl.load(of_rows.delta + row_at + first + tl.arange(0, BLOCK_M))
+        if visit.MASKED and PACKED:
+            lse = (tl.where(rows < queries.length, lse[0], float("inf")),)
+            delta = tl.where(rows < queries.length, delta, 0.0)
+    at = mods.pairs_of(head, p, cols)
+    given = mods.read(call.mods, head, at, visit.PARTIAL)
+    product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
+    probs, slope = probabilities(product, across(lse, 0), call, head, at, edge, visit.PARTIAL, True, given)
+    dout = load_rows(HeadRows(douts, head.h, queries), first, BLOCK_M, visit.MASKED)
+    dprobs = times_transposed(v, dout, INPUT_PRECISION)
+    kept_probs = probs
+    if call.mods.dropout.rng_state_ptr is not None:
+        kept = tl.trans(keep_tile(call.mods.dropout, cipher, head.b, first, n_first, BLOCK_M, BLOCK_N))
+        kept_probs = tl.where(kept, probs, 0.0)
+        dprobs = tl.where(kept, dprobs * call.mods.dropout.keep_scale, 0.0)
+    if grads.dv is not None:
+        dv = add_product(dv, kept_probs.to(dout[0].dtype), dout, INPUT_PRECISION)
+    if grads.dk is not None:
+        dscores = mods.score_gradient(probs, dprobs, delta[None, :], slope, call.mods, edge)
+        dk = add_product(dk, dscores.to(q[0].dtype), q, INPUT_PRECISION)
     return dk, dv
 
 
@@ -209,6 +245,14 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
         return
     if ADDS:  # noqa: SIM102
         if queries.length == 0:
+            return
+    REPAIRS: tl.constexpr = of_rows.flags is not None
+    if REPAIRS:
+        first = head_kv * call.heads.group_size
+        found = 0
+        for h in range(first, first + call.heads.group_size):
+            found = tl.maximum(found, has_lost(of_rows, call, place.b, h, queries))
+        if found == 0:
             return
     k = load_rows(HeadRows(call.k, head_kv, keys), n_first, BLOCK_N, True)
     v = load_rows(HeadRows(call.v, head_kv, keys), n_first, BLOCK_N, True)
@@ -244,9 +288,13 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
     num_heads, head = call.heads.num_q // call.heads.group_size * splits, place.head
     dk, dv = scaled(dk, call.mods.scale), scaled(dv, call.mods.dropout.keep_scale)
     if grads.dk is not None:
-        store_contiguous(grads.dk, call.keys, num_heads, head, keys, n_first, dk, call.q.DIM, call.q.BLOCK_DIM, ADDS)
+        store_contiguous(
+            grads.dk, call.keys, num_heads, head, keys, n_first, dk, call.q.DIM, call.q.BLOCK_DIM, ADDS, REPAIRS
+        )
     if grads.dv is not None:
-        store_contiguous(grads.dv, call.keys, num_heads, head, keys, n_first, dv, call.v.DIM, call.v.BLOCK_DIM, ADDS)
+        store_contiguous(
+            grads.dv, call.keys, num_heads, head, keys, n_first, dv, call.v.DIM, call.v.BLOCK_DIM, ADDS, REPAIRS
+        )
 
 
 @triton.jit
@@ -320,6 +368,11 @@ def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias
         if keys.length == 0:
             return
     head = mods.head_of(call.mods, place.b, h, queries.length, keys.length)
+    REPAIRS: tl.constexpr = of_rows.flags is not None
+    if REPAIRS:
+        lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, m_first + tl.arange(0, BLOCK_M))
+        if tl.min(lse[0], 0) == float("inf"):
+            return
     q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)
     dout = load_rows(HeadRows(douts, h, queries), m_first, BLOCK_M, True)
     rows = m_first + tl.arange(0, BLOCK_M)
@@ -349,5 +402,5 @@ def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias
         )  # fmt: skip
     dq = scaled(dq, call.mods.scale)
     store_contiguous(
-        dq_ptr, call.queries, call.heads.num_q, h, queries, m_first, dq, call.q.DIM, call.q.BLOCK_DIM, ADDS
+        dq_ptr, call.queries, call.heads.num_q, h, queries, m_first, dq, call.q.DIM, call.q.BLOCK_DIM, ADDS, REPAIRS
     )

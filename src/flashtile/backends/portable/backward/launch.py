@@ -29,11 +29,18 @@ from flashtile.backends.portable.backward.dbias import BiasGradient, Partial, at
 from flashtile.backends.portable.backward.kernel import (
     BiasSums,
     KeyGradients,
-    RowTerms,
     attention_backward_dkdv,
     attention_backward_dq,
 )
 from flashtile.backends.portable.backward.preprocess import ForwardResults, prepare_rows, sum_gqa_splits
+from flashtile.backends.portable.backward.workspace import (
+    Repair,
+    gqa_splits,
+    num_rows,
+    places_of,
+    row_pitch,
+    row_terms,
+)
 from flashtile.backends.portable.config import padded
 from flashtile.backends.portable.records import (
     call_of,
@@ -46,7 +53,6 @@ from flashtile.call.backend import Gradients
 from flashtile.call.problem import Problem, Tensors
 
 _PREPARE_ROWS = 32
-_MAX_TILE = 128
 # Float32 numbers, 1 MB: sequences that run at once add to different copies.
 _FEWEST_SUMS = 2**18
 _OPERANDS = (
@@ -67,12 +73,12 @@ class BackwardPlan:
         t = tensors
         self._problem = problem
         self._copies_dout = dout.stride(-1) != 1
-        self._like_rows = like_floats(t.q, (_places(problem, t)[-1],))
+        self._like_rows = like_floats(t.q, (places_of(problem, t)[-1],))
         self._empty_like: Callable[[Tensor], Tensor] = functools.partial(_empty_contiguous, dtype=problem.grad_dtype)
         if problem.grad_dtype == problem.dtype and all(x.is_contiguous() for x in (t.q, t.k, t.v)):
             self._empty_like = torch.empty_like
         self._steps: dict[object, list[Step]] = {}
-        self._bounds = _bounds_places(problem, t)[-1] if problem.intervals else None
+        self._bounds = bounds_places(problem, t)[-1] if problem.intervals else None
         self._shares: list[Any] = []
         if problem.operand_grad:
             from flashtile.backends.portable.backward import operands  # what few programs need is not loaded by all
@@ -120,8 +126,8 @@ class BackwardPlan:
         dsinks = None
         if t.sinks is not None and wanted.sinks:
             of_rows = lse.shape[: 2 if p.varlen else 3]
-            delta = rows[: _num_rows(p, t)].view(*of_rows[:-1], row_pitch(of_rows[-1], p.varlen))
-            dsinks = _sinks_gradient(p, t.sinks, lse, delta[..., : of_rows[-1]])
+            delta = rows[: num_rows(p, t)].view(*of_rows[:-1], row_pitch(of_rows[-1], p.varlen))
+            dsinks = sinks_gradient(p, t.sinks, lse, delta[..., : of_rows[-1]])
         if bias is not None and dbias is not None:
             dbias = (dbias[0] if len(dbias) == 1 else dbias.sum(0)).to(bias.dtype)
         return Gradients(dq, dk, dv, dbias, dsinks, self._of_operands(t, sums_of))
@@ -148,47 +154,24 @@ class BackwardPlan:
         return [Step(each, names, t.q.device) for each in made]
 
 
-def row_pitch(rows: int, varlen: bool) -> int:
-    """Rows of delta and lse per head, padded so that the last tile of rows fits.
-
-    A dense sequence's tiles start on multiples of their size, so with a pitch that is a multiple of the largest size no
-    load needs a mask, and all are aligned. A packed sequence's tiles start anywhere.
-    """
-    return -(-(rows + (_MAX_TILE if varlen else 0)) // _MAX_TILE) * _MAX_TILE
-
-
-def _num_rows(problem: Problem, tensors: Tensors) -> int:
-    """Float32 numbers of delta, of lse, which follows it, and of its second part."""
-    batch = 1 if problem.varlen else problem.batch
-    return batch * problem.num_heads_q * row_pitch(tensors.q.shape[-3], problem.varlen)
-
-
-def _places(problem: Problem, tensors: Tensors) -> tuple[int, int, int, int]:
-    """Where lse, dk by split and dv by split begin in the workspace, and its size, in float32 numbers."""
-    rows, splits = _num_rows(problem, tensors), gqa_splits(problem)
-    dk, dv = (-(-x.numel() * splits // 4) * 4 if splits > 1 else 0 for x in (tensors.k, tensors.v))
-    start = (3 if problem.large_scores else 2) * rows
-    return rows, start, start + dk, start + dk + dv
-
-
-def _bounds_places(problem: Problem, tensors: Tensors) -> tuple[int, int, int]:
+def bounds_places(problem: Problem, tensors: Tensors) -> tuple[int, int, int]:
     """Where the bounds of tiles of keys begin, those for dv alone, and the end of all; those of rows come first."""
     rows, keys = most_bounds(problem, tensors), most_bounds(problem, tensors, over_keys=True)
     return rows, rows + keys, rows + 2 * keys
 
 
-def _side(problem: Problem, tensors: Tensors, name: Kernel) -> Side:
+def side_of(problem: Problem, tensors: Tensors, name: Kernel) -> Side:
     """The tiles of the kernel of dq, or of one over keys."""
     config = choose(problem, name)
     if name == "dq":
         return Side(config.block_m)
-    offset = _bounds_places(problem, tensors)[name == "dv"] if problem.intervals else 0
+    offset = bounds_places(problem, tensors)[name == "dv"] if problem.intervals else 0
     return Side(config.block_n, over_keys=True, offset=offset)
 
 
-def gqa_splits(problem: Problem) -> int:
-    """How many programs share the query heads of one key head in dk and dv."""
-    return -(-problem.group_size // (heads_per_split(problem) or problem.group_size))
+def _tiles_to_visit(problem: Problem, tensors: Tensors, name: Kernel, repair: Repair | None) -> Side:
+    side = side_of(problem, tensors, name)
+    return side if repair is None else side._replace(operand=repair.bounds)
 
 
 def _empty_contiguous(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -206,17 +189,17 @@ def launches(
         with_dk, with_dv = wanted.k and name != "dv", wanted.v and name != "dk"
         if with_dk or with_dv:
             if p.intervals:
-                made[f"interval_bounds_{name}"] = bounds_launch(p, tensors, _side(p, tensors, name))
-            made[f"attention_backward_{name}"] = _dkdv_launch(p, tensors, dout, name, (with_dk, with_dv, adds))
+                made[f"interval_bounds_{name}"] = bounds_launch(p, tensors, side_of(p, tensors, name))
+            made[f"attention_backward_{name}"] = dkdv_launch(p, tensors, dout, name, (with_dk, with_dv, adds))
     if gqa_splits(p) > 1:
-        places = _places(p, tensors)
+        places = places_of(p, tensors)
         for name, x, place in (("dk", tensors.k, places[1]), ("dv", tensors.v, places[2])):
             if (wanted.k, wanted.v)[name == "dv"]:
                 made[f"sum_gqa_splits_{name}"] = _sum_launch(p, name, x, place, adds)
     if wanted.q:
         if p.intervals:
-            made["interval_bounds_dq"] = bounds_launch(p, tensors, _side(p, tensors, "dq"))
-        made["attention_backward_dq"] = _dq_launch(p, tensors, dout, adds)
+            made["interval_bounds_dq"] = bounds_launch(p, tensors, side_of(p, tensors, "dq"))
+        made["attention_backward_dq"] = dq_launch(p, tensors, dout, adds)
     if wanted.bias and not adds_bias(p, tensors.attn_bias):
         made["attention_backward_dbias"] = _dbias_launch(p, tensors, dout)
     return made | (_operand_launches(p, tensors, dout) if p.operand_grad else {})
@@ -226,7 +209,7 @@ def _operand_launches(problem: Problem, tensors: Tensors, dout: Tensor) -> dict[
     """Those of the gradients of what a score mod captures; by arbitrary places two, if they must be repeatable."""
     from flashtile.backends.portable.backward import operands
 
-    made, of_rows = {}, _row_terms(problem, tensors)
+    made, of_rows = {}, row_terms(problem, tensors)
     for share in operands.shares_of(problem, tensors):
         for first in (True, False) if share.way == "any" and problem.deterministic else (False,):
             name = f"attention_backward_operand{share.number}" + "_greatest" * first
@@ -243,35 +226,30 @@ def _prepare_launch(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tens
         Pointer(dout.dtype, "out"), Pointer(torch.float32, "lse"), pointer(dlse, "dlse"), strides[0], strides[1],
         strides[2], batch, dout.shape[-3], problem.num_heads_q,
     )  # fmt: skip
-    rows, of_rows = rows_of("dout", dout, block_dv), _row_terms(problem, tensors)
+    rows, of_rows = rows_of("dout", dout, block_dv), row_terms(problem, tensors)
     programs = batch * problem.num_heads_q * (of_rows.stride_head // _PREPARE_ROWS)
     arguments = {"results": results, "douts": rows, "of_rows": of_rows, "BLOCK_M": _PREPARE_ROWS}
     return Launch(prepare_rows, programs, arguments, {"num_warps": 4, "num_stages": 1})
 
 
-def _row_terms(problem: Problem, tensors: Tensors) -> RowTerms:
-    delta, lse, rest = (Pointer(torch.float32, "rows", 4 * n * _num_rows(problem, tensors)) for n in range(3))
-    pitch = row_pitch(tensors.q.shape[-3], problem.varlen)
-    return RowTerms(lse, delta, pitch, rest if problem.large_scores else None)
-
-
-def _dkdv_launch(
-    problem: Problem, tensors: Tensors, dout: Tensor, name: Kernel, wanted: tuple[bool, bool, bool]
-) -> Launch:
+def dkdv_launch(
+    problem: Problem, tensors: Tensors, dout: Tensor, name: Kernel, wanted: tuple[bool, bool, bool],
+    repair: Repair | None = None,
+) -> Launch:  # fmt: skip
     """``wanted``: whether dk, whether dv, and whether to add them."""
-    config, splits, places = choose(problem, name), gqa_splits(problem), _places(problem, tensors)
-    masks = masks_of(problem, tensors, _side(problem, tensors, name))
+    config, splits, places = choose(problem, name), 1 if repair else gqa_splits(problem), places_of(problem, tensors)
+    masks = masks_of(problem, tensors, _tiles_to_visit(problem, tensors, name, repair))
     call, rows = call_of(problem, tensors, config, ("q", "dout"), dout, masks=masks)
     dk, dv = (
         (Pointer(problem.grad_dtype, grad) if splits == 1 else Pointer(torch.float32, "rows", 4 * place)) if is_wanted
         else None for grad, is_wanted, place in zip(("dk", "dv"), wanted, places[1:], strict=False)
     )  # fmt: skip
-    grads = KeyGradients(dk, dv, heads_per_split(problem), wanted[2] and splits == 1)
+    grads = KeyGradients(dk, dv, None if repair else heads_per_split(problem), wanted[2] and splits == 1)
     tiles = tiles_of(config, heads_at_once(problem, tensors.q, dout))
     arguments = {
         "call": call,
         "douts": rows,
-        "of_rows": _row_terms(problem, tensors),
+        "of_rows": row_terms(problem, tensors, repair),
         "grads": grads,
         "tiles": tiles,
     }
@@ -288,9 +266,12 @@ def _sum_launch(problem: Problem, name: str, x: Tensor, place: int, adds: bool) 
     return Launch(sum_gqa_splits, -(-x.numel() // 1024), arguments, {"num_warps": 4, "num_stages": 1})
 
 
-def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool) -> Launch:
+def dq_launch(
+    problem: Problem, tensors: Tensors, dout: Tensor, adds: bool, repair: Repair | None = None
+) -> Launch:
+    """Computes dq, and dbias if ``adds_bias``; ``adds``: to what is there."""
     config = choose(problem, "dq")
-    masks = masks_of(problem, tensors, _side(problem, tensors, "dq"))
+    masks = masks_of(problem, tensors, _tiles_to_visit(problem, tensors, "dq", repair))
     call, rows = call_of(problem, tensors, config, ("k", "v"), dout, masks=masks)
     bias = tensors.attn_bias if adds_bias(problem, tensors.attn_bias) else None
     sums: Any = BiasSums(None, None, None, None, None, None, None, None, None)
@@ -304,7 +285,7 @@ def _dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool) -> 
         )  # fmt: skip
     tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))
     arguments = {
-        "call": call, "douts": rows, "of_rows": _row_terms(problem, tensors),
+        "call": call, "douts": rows, "of_rows": row_terms(problem, tensors, repair),
         "dq_ptr": Pointer(problem.grad_dtype, "dq"), "ADDS": adds, "bias_sums": sums, "tiles": tiles,
     }  # fmt: skip
     return Launch(attention_backward_dq, num_programs(problem, tensors, config.block_m), arguments, config.options())
@@ -367,7 +348,7 @@ def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
     arguments = {
         "call": call,
         "douts": rows,
-        "of_rows": _row_terms(problem, tensors),
+        "of_rows": row_terms(problem, tensors),
         "dbias": dbias,
         "partial": Partial(None, 0),
         "tiles": tiles_of(config),
@@ -376,7 +357,7 @@ def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
     return Launch(attention_backward_dbias, programs, arguments, config.options())
 
 
-def _sinks_gradient(problem: Problem, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+def sinks_gradient(problem: Problem, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value is 0, so its dprobs is 0."""
     rest: Tensor | float = 0.0
     if problem.large_scores:

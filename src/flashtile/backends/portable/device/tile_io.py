@@ -145,23 +145,23 @@ def load_contiguous(
 @triton.jit
 def store_contiguous(
     ptr, sequences, num_heads, head, seq, first, tile, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    ADDS: tl.constexpr = False,
+    ADDS: tl.constexpr = False, REPAIRS: tl.constexpr = False, wanted=None,
 ):  # fmt: skip
     """Stores the rows of a tile [BLOCK, BLOCK_DIM] inside the sequence, from row ``first``; arguments as above.
 
-    ADDS: to what is there, which no other program may touch.
+    ADDS: to what is there, which no other program may touch, with REPAIRS of any dtype. wanted: which rows, or None.
     """
     pitch = num_heads * DIM
     entry = tl.cast(sequences.length, tl.int64) * pitch
     for p in tl.static_range(len(tile)):
         store_part(
             sequence.HeadRows(records.Rows(ptr, None, entry, pitch, DIM, DIM, BLOCK_DIM, 1, False), head, seq),
-            first, tile[p], start_of(BLOCK_DIM, p), ADDS,
+            first, tile[p], start_of(BLOCK_DIM, p), ADDS, REPAIRS, wanted,
         )  # fmt: skip
 
 
 @triton.jit
-def store_part(of, first, part, START: tl.constexpr, ADDS: tl.constexpr):
+def store_part(of, first, part, START: tl.constexpr, ADDS: tl.constexpr, REPAIRS: tl.constexpr, wanted):
     """One part of ``store_contiguous``."""
     ptr = of.rows.ptr
     row = tl.arange(0, part.shape[0])[:, None]
@@ -169,8 +169,13 @@ def store_part(of, first, part, START: tl.constexpr, ADDS: tl.constexpr):
     exists = first + row < of.sequence.length
     if START + part.shape[1] > of.rows.DIM:
         exists = exists & (col < of.rows.DIM)
+    if wanted is not None:
+        exists = exists & wanted[:, None]
     at = sequence.addresses(of, first, row, col)
-    if ADDS:
+    if REPAIRS and ADDS:
+        part += tl.load(at, mask=exists, other=0.0).to(tl.float32)
+        tl.store(at, part.to(ptr.dtype.element_ty), mask=exists)
+    elif ADDS:
         # An atomic add, as a load and an add would need the tile's registers twice.
         tl.atomic_add(at, part.to(ptr.dtype.element_ty), mask=exists, sem="relaxed")
     else:

@@ -92,6 +92,16 @@ def merged(tile, lse, more, more_lse, LARGE: tl.constexpr):
 
 
 @triton.jit
+def lost_rows(call, output, h, queries, rows):
+    """Which of a tile's rows another kernel has lost; stores the second part of lse of all others."""
+    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + h) * call.queries.length + queries.start
+    at, exists = output.lse + 2 * (lse_at + rows), rows < queries.length
+    lost = exists & softmax.is_lost(tl.load(at, mask=exists, other=0.0))
+    tl.store(at + 1, tl.zeros_like(rows).to(tl.float32), mask=exists & (lost == 0))
+    return lost
+
+
+@triton.jit
 def attention_forward(call, output, tiles):
     """The output and lse of BLOCK_M rows of one head.
 
@@ -111,6 +121,10 @@ def attention_forward(call, output, tiles):
     if m_first >= queries.length:
         return
     rows = m_first + tl.arange(0, BLOCK_M)
+    if output.REPAIRS:
+        lost = lost_rows(call, output, h, queries, rows)
+        if tl.max(lost.to(tl.int32), 0) == 0:
+            return
     head = mods.head_of(call.mods, place.b, h, queries.length, keys.length)
     # Not by descriptor, here and in the backward: a descriptor load before a loop keeps its values in registers
     # throughout.
@@ -153,6 +167,10 @@ def attention_forward(call, output, tiles):
         more_lse = softmax.load_lse(output.partial_lse, lse_at + rows, rows < queries.length, LARGE)
         out, lse = merged(out, lse, more_out, more_lse, LARGE)
     store_contiguous(
-        output.out, call.queries, call.heads.num_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM
+        output.out, call.queries, call.heads.num_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM,
+        wanted=lost if output.REPAIRS else None,
     )  # fmt: skip
-    softmax.store_lse(output.lse, lse_at + rows, lse, rows < queries.length, LARGE)
+    exists = rows < queries.length
+    if output.REPAIRS:
+        exists = lost
+    softmax.store_lse(output.lse, lse_at + rows, lse, exists, LARGE)

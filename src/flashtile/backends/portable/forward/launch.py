@@ -87,7 +87,9 @@ def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: b
     return {**made, "attention_forward": forward_launch(problem, tensors, config, is_joined=is_joined)}
 
 
-def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> Launch:
+def forward_launch(
+    problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False, side: Side | None = None
+) -> Launch:
     """The forward's launch: what a plan repeats and what a build compiles.
 
     Args:
@@ -95,11 +97,12 @@ def forward_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joi
         tensors: Its tensors.
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
+        side: Given to repair rows, ``Output.REPAIRS``: the tiles, with the operand of their bounds.
     """
-    masks = masks_of(problem, tensors, Side(config.block_m))
+    masks = masks_of(problem, tensors, side or Side(config.block_m))
     call, _ = call_of(problem, tensors, config, ("k", "v"), masks=masks)
     partial = [Pointer(torch.float32, name) if is_joined else None for name in ("partial_out", "partial_lse")]
-    output = Output(Pointer(problem.out_dtype, "out"), Pointer(torch.float32, "lse"), *partial)
+    output = Output(Pointer(problem.out_dtype, "out"), Pointer(torch.float32, "lse"), *partial, side is not None)
     tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))
     programs = num_programs(problem, tensors, config.block_m)
     arguments = {"call": call, "output": output, "tiles": tiles}
