@@ -392,6 +392,7 @@ class Language:
             "dot": _dot,
             "expand_dims": lambda x, axis: Value(x.data.unsqueeze(axis)),
             "static_range": range,
+            "range": range,
             "static_assert": _static_assert,
             "program_id": self.program_id,
             "num_programs": self.count_programs,
@@ -457,8 +458,10 @@ def _full(shape: Sequence[int], value: Operand, dtype: Any, layout: Any = None) 
     return Value(value_of(value).data.to(TORCH_DTYPES[dtype]).expand(tuple(int(n) for n in shape)).clone())
 
 
-def _dot(a: Value, b: Value, acc: Value | None = None) -> Value:
+def _dot(a: Value, b: Value, acc: Value | None = None, input_precision: str = "ieee") -> Value:
     """A product that is over when it returns."""
+    if input_precision != "ieee":
+        raise MachineError(f"a product in {input_precision}")
     if a.data.dtype != b.data.dtype:
         raise MachineError(f"a product of {a.dtype} and {b.dtype}")
     product = matmul(a.data, b.data)

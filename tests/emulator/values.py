@@ -227,6 +227,9 @@ class Pointer:
 
     __radd__ = __add__
 
+    def __sub__(self, offsets: Operand) -> Pointer:
+        return self + -value_of(offsets).to(tl.int64)
+
     def elements(self, mask: Operand | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Offsets, and whether each is used."""
         offsets = self.offsets.data

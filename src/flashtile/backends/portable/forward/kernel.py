@@ -97,7 +97,7 @@ def lost_rows(call, output, h, queries, rows):
     lse_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + h) * call.queries.length + queries.start
     at, exists = output.lse + 2 * (lse_at + rows), rows < queries.length
     lost = exists & softmax.is_lost(tl.load(at, mask=exists, other=0.0))
-    tl.store(at + 1, tl.zeros_like(rows).to(tl.float32), mask=exists & (lost == 0))
+    tl.store(at + 1, 0.0, mask=exists & (lost == 0))
     return lost
 
 
