@@ -24,6 +24,8 @@ CHAINS: tuple[tuple[Case, tuple[int, ...]], ...] = (
     (Case("odd_256", batch=1, seqlen_q=90, seqlen_k=130, kv_heads=1, head_dim=200, alibi="h", bias="hk"), (60,)),
     (Case("varlen", batch=3, lengths=((70, 130), (0, 64), (100, 90)), head_dim=64, causal=True, spare=5), (40,)),
     (Case("varlen_128", batch=2, lengths=((130, 150), (9, 40)), kv_heads=1, head_dim=128, sinks=True), (40,)),
+    (Case("large", batch=1, seqlen_q=70, seqlen_k=130, kv_heads=1, head_dim=64, bias="hqk", large="min", sinks=True),
+     (60,)),
 )  # fmt: skip
 
 BANDS = (Band(), Band(None, 0), Band(20, 7))

@@ -374,7 +374,7 @@ class Language:
             "maximum": _extremum(torch.fmax, torch.maximum),
             "minimum": _extremum(torch.fmin, torch.minimum),
             "PropagateNan": SimpleNamespace(ALL=True),
-            "fma": lambda a, b, c: a * b + c,
+            "fma": _fma,
             "umulhi": elementwise(_upper_product),
             "cdiv": lambda a, b: (a + b - 1) // b,
             "max": _reduce(_reduced_max),
@@ -456,6 +456,12 @@ def _upper_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _full(shape: Sequence[int], value: Operand, dtype: Any, layout: Any = None) -> Value:
     return Value(value_of(value).data.to(TORCH_DTYPES[dtype]).expand(tuple(int(n) for n in shape)).clone())
+
+
+def _fma(a: Operand, b: Operand, c: Operand) -> Value:
+    """The product is not rounded: in float64 it is exact."""
+    x, y, z = (value_of(each).data for each in (a, b, c))
+    return Value((x.double() * y.double() + z.double()).float())
 
 
 def _dot(a: Value, b: Value, acc: Value | None = None, input_precision: str = "ieee") -> Value:

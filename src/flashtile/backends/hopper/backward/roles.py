@@ -11,7 +11,6 @@ errors of dK and dQ 1.2 times as large. Times the slope of a user's score mod, w
 
 # ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -64,8 +63,6 @@ from flashtile.backends.hopper.device.parts import (
 FAR = gl.constexpr(2**30)
 # Probabilities, which are at most about 1, stay finite, and those down to 4e-9 keep all digits of float16.
 PROBS_SCALE = gl.constexpr(2.0**14)
-# float32's greatest number.
-MOST_FINITE = gl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 
 
 @gluon.constexpr_function
@@ -271,20 +268,25 @@ def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
     if mod.has_softcap:
         # In units of the cap.
         s = mods.quick_softcap(s, 1.0, mod.prescale)
-        p = gl.exp2(exponents(mod.add_terms(s * (mod.softcap * LOG2_E), pairs, fetched, LOG2_E), lse_log2, grid))
+        p = gl.exp2(exponents(s, mod.softcap * LOG2_E, lse_log2, pairs, fetched, grid, mod))
         factor = p * (1.0 - s * s)
     else:
-        p = gl.exp2(exponents(mod.add_terms(s * mod.scale_log2, pairs, fetched, LOG2_E), lse_log2, grid))
+        p = gl.exp2(exponents(s, mod.scale_log2, lse_log2, pairs, fetched, grid, mod))
         factor = p
     return kept_of(p, factor, kept, grid, mod, pairs, fetched, mod.has_softcap)
 
 
 @gluon.jit
-def exponents(s, lse_log2, grid):
-    """Those of probabilities, from scores in base 2; a lost row has lse_log2 +inf, and may have such scores too."""
+def exponents(s, scale, lse_log2, pairs, fetched, grid, mod):
+    """Those of probabilities: ``s * scale`` and the terms, less lse_log2, +inf for rows whose probabilities are 0.
+
+    A bias or a function may be so large that its product overflows, and +inf less +inf is NaN. Not if it is never
+    rounded: fused with an addition to -inf it leaves -inf.
+    """
     if place_of(grid.call.mods.SCORES, "bias") >= 0 or functions.has_score_mod(grid.call.mods.SCORES):
-        s = gl.minimum(s, MOST_FINITE, propagate_nan=tl.PropagateNan.ALL)
-    return s - lse_log2
+        return mod.add_terms(gl.fma(s, scale, -lse_log2), pairs, fetched, LOG2_E)
+    else:
+        return mod.add_terms(s * scale, pairs, fetched, LOG2_E) - lse_log2
 
 
 @gluon.jit
@@ -322,10 +324,9 @@ def mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
     if mod.has_softcap:
         s = mods.quick_softcap(s, 1.0, mod.prescale)
         slope = slope * (1.0 - s * s)
-        s = s * (mod.softcap * LOG2_E)
+        p = gl.exp2(exponents(s, mod.softcap * LOG2_E, lse_log2, pairs, fetched, grid, mod))
     else:
-        s = s * LOG2_E
-    p = gl.exp2(exponents(mod.add_terms(s, pairs, fetched, LOG2_E), lse_log2, grid))
+        p = gl.exp2(exponents(s, LOG2_E, lse_log2, pairs, fetched, grid, mod))
     p, factor = kept_of(p, p, kept, grid, mod, pairs, fetched, False)
     if grid.gradients.HAS_SLOPE or mod.has_softcap:
         factor = gl.where(p == 0.0, 0.0, p * slope)

@@ -196,8 +196,8 @@ class ScoreTensor:
 
     @gluon.jit
     def add(self, x, pairs, bias, unit):
-        """The block with the bias added."""
-        return as_before(by_thread(x) + bias.to(gl.float32) * unit, x)
+        """The block with the bias added, fused: see ``backward.roles.exponents``."""
+        return as_before(gl.fma(bias.to(gl.float32), unit, by_thread(x)), x)
 
     @gluon.jit
     def select(self, x, mask, fill):
