@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
+import torch
 from torch import Tensor
 
 from flashtile.call.arguments import TENSORS, Tensors
@@ -255,6 +256,10 @@ def with_functions(
     has_shift = isinstance(t, Tensors) and t.cu_seqlens_q is t.cu_seqlens_k and t.row_blocks is None
     found = functions_of(score_mod, mask_mod, t, softcap, has_shift)
     t.operands, t.numbers = found.operands, found.numbers
+    if found.is_mapped:
+        for x in found.operands or ():
+            # A transform finds a call by its tensors, not by those in a list.
+            t.q = t.q.masked_fill(x.detach().new_zeros((), dtype=torch.bool), 0)
     return found
 
 

@@ -37,6 +37,7 @@ class Functions(NamedTuple):
         left: The left bound of the band that is recognised in the mask, counted from the first row; None for none.
         right: The right one.
         softcap: A softcap that is recognised in the score mod, 0 for none.
+        is_mapped: Whether a transform of ``torch.func`` wraps what they read.
     """
 
     mods: tuple[str, ...] = ()
@@ -45,6 +46,7 @@ class Functions(NamedTuple):
     left: int | None = None
     right: int | None = None
     softcap: float = 0.0
+    is_mapped: bool = False
 
     def options(self, options: AnyOptions, shift: int) -> AnyOptions:
         """A call's options with them; ``shift`` is seqlen_k - seqlen_q."""
@@ -103,7 +105,8 @@ def functions_of(
         return Functions((), None, None, left, right, cap)
     operands = tuple([_beside(x, t.q) for each in found for x in each.operands])
     numbers = tuple([x for each in found for x in each.numbers])
-    return Functions(tuple([each.text for each in found]), operands, numbers, left, right, cap)
+    is_mapped = any(each.is_mapped for each in found)
+    return Functions(tuple([each.text for each in found]), operands, numbers, left, right, cap, is_mapped)
 
 
 def _beside(x: Tensor, q: object) -> Tensor:

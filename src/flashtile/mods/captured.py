@@ -28,14 +28,14 @@ _CONSTANT_MODULES = {
 _STATES = re.compile("rand|get_|is_|initial_seed|cuda|backends|normal|bernoulli|compiler|autocast")
 # What Python has built in and decides by the value of its arguments alone.
 _PURE = {
-    "abs", "all", "any", "bool", "complex", "dict", "divmod", "enumerate", "filter", "float", "int", "isinstance", "len",
-    "list", "map", "max", "min", "object", "pow", "print", "range", "reversed", "round", "slice", "sorted", "str", "sum",
-    "tuple", "type", "zip", "NotImplementedError", "RuntimeError", "TypeError", "ValueError", "AssertionError",
+    "abs", "all", "any", "bool", "dict", "divmod", "enumerate", "filter", "float", "int", "isinstance", "len", "list",
+    "map", "max", "min", "pow", "print", "range", "reversed", "round", "slice", "sorted", "str", "sum", "tuple", "type",
+    "zip", "NotImplementedError", "RuntimeError", "TypeError", "ValueError", "AssertionError",
 }  # fmt: skip
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, complex, bytes, type(Ellipsis))
 # What a class has that ``namedtuple`` made.
 _OF_NAMEDTUPLE = {
-    *vars(namedtuple("_", ())), "__orig_bases__", "__annotations__", "__annotate__", "__annotate_func__",  # noqa: PYI024
+    *vars(namedtuple("_", ())), "__orig_bases__", "__annotations__", "__annotate__", "__annotate_func__",
     "__annotations_cache__", "__firstlineno__", "__static_attributes__",
 }  # fmt: skip
 _MISSING = object()
@@ -92,8 +92,8 @@ class _Walk:
     def visit(self, x: Any, chains: Chains = _ALL, fixed: bool = False) -> Any:
         """x, or the copy of it.
 
-        ``chains``: the attributes of it that a function reads, () where it takes all of it; ``fixed``: it is found where
-        no copy can be, so that its numbers are constants.
+        ``chains``: the attributes of it that a function reads, () where it takes all of it; ``fixed``: it is found
+        where no copy can be, so that its numbers are constants.
         """
         key, kind = self.found.key, type(x)
         if isinstance(x, Tensor):
@@ -180,7 +180,9 @@ class _Walk:
 
     def _chain(self, x: Any, chain: tuple[str, ...]) -> None:
         for n, name in enumerate(chain):
-            if n and (isinstance(x, (Tensor, type, types.ModuleType)) or type(x).__module__ in ("builtins", "functools")):
+            if n and (
+                isinstance(x, (Tensor, type, types.ModuleType)) or type(x).__module__ in ("builtins", "functools")
+            ):
                 self.found.key.append(n)
                 self.visit(x, frozenset({chain[n:]}), True)
                 return
@@ -247,7 +249,7 @@ class _Walk:
 
 def _attribute(x: Any, name: str) -> Any:
     """A plain attribute of an object, which no code of a program's computes."""
-    of = type(x)
+    of: Any = type(x)
     if of is types.ModuleType:
         return vars(x).get(name) if name in vars(x) else _unwatched()
     if isinstance(x, type):

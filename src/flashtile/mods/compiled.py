@@ -1,6 +1,6 @@
 """Functions in code that torch.compile traces: it runs them itself, so that it guards all that they read.
 
-``RECORDED`` is for it what ``lowered`` asks about a function. A function may be made in the traced code, and capture what
+``RECORDED`` is what ``lowered`` then asks about a function. A function may be made in the traced code, and capture what
 is computed there: the graph that torch.compile makes of it says which tensors and numbers it reads.
 """
 
@@ -14,6 +14,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.variables import higher_order_ops as hops
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
@@ -22,16 +23,19 @@ from flashtile.mods import record
 from flashtile.mods.reading import TraceError
 from flashtile.mods.trace import Traced, trace
 
+_is_mapped = torch._C._functorch.is_functorch_wrapped_tensor
+
 
 class _Recorded(HigherOrderOperator):
-    """``(f, argument, what, device)`` to what is kept of a function, and the tensors and numbers that it reads."""
+    """``(f, argument, what, device)`` to what is kept of a function, what it reads, and whether that is transformed."""
 
     def __init__(self) -> None:
         super().__init__("flashtile_recorded")
 
-    def __call__(self, f: Any, argument: str, what: str, device: torch.device) -> tuple[Any, Any, Any]:
+    def __call__(self, f: Any, argument: str, what: str, device: torch.device) -> tuple[Any, ...]:
         """Of a function that torch.compile cannot trace and so leaves to Python."""
-        return record.recorded(f, argument, what)
+        kept, tensors, numbers = record.recorded(f, argument, what)
+        return kept, tensors, numbers, any(map(_is_mapped, tensors))
 
 
 class _Variable(hops.TorchHigherOrderOperatorVariable):
@@ -53,21 +57,19 @@ class _Variable(hops.TorchHigherOrderOperatorVariable):
             )  # fmt: skip
         body = GraphModule(tx.output.nn_modules, graph)
         proxies = list(lifted)
+        examples = [proxy.node.meta["example_value"] for proxy in proxies]
         try:
-            traced, tensors, numbers = _traced(
-                body, what.as_python_constant(), [proxy.node.meta["example_value"] for proxy in proxies]
-            )
+            traced, tensors, numbers = _traced(body, what.as_python_constant(), examples)
         except TraceError as error:  # without a graph of all of it the call then says so itself, with the user's line
             raise Unsupported(f"{argument.as_python_constant()}: {error}") from error
         kept = _constants(record.parted(traced))
         alias = torch.ops.aten.alias.default
-        found = [
-            wrap_fx_proxy(tx, tx.output.create_proxy("call_function", alias, (proxies[n],), {})) for n in tensors
-        ]
-        read = [SymNodeVariable.create(tx, proxies[n], proxies[n].node.meta["example_value"]) for n in numbers]
+        found = [wrap_fx_proxy(tx, tx.output.create_proxy("call_function", alias, (proxies[n],), {})) for n in tensors]
+        read = [SymNodeVariable.create(tx, proxies[n], examples[n]) for n in numbers]
         build = VariableTracker.build
-        whole = [build(tx, kept), hops.TupleVariable(found), hops.TupleVariable(read)]
-        return hops.TupleVariable(whole)
+        is_mapped = any(_is_mapped(x) for x in examples if isinstance(x, torch.Tensor))
+        whole = [build(tx, kept), TupleVariable(found), TupleVariable(read), build(tx, is_mapped)]
+        return TupleVariable(whole)
 
     call_function = _call_function
 

@@ -105,8 +105,16 @@ def viewed(recorder: Any, x: Tensor, view: Any, func: Any, name: str, args: Any,
     return _view(recorder, x, view, (name, tuple(args), tuple(kwargs.items())))
 
 
+def untransformed(x: Tensor) -> Tensor:
+    """x, or under a transform, which sees no views while a function is traced, a tensor of its shape."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return x
+
+
 def _view(recorder: Any, x: Tensor, view: View, step: Step) -> Tensor:
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        x = untransformed(x)
         made = taken(x, step)
         if made.untyped_storage()._cdata != x.untyped_storage()._cdata:
             raise Refused("copies a captured tensor: do it outside of the function")
@@ -169,7 +177,8 @@ class Reading:
 
     def __getattr__(self, name: str) -> Any:
         raise Refused(
-            f"{name} of a captured tensor of which {self._index.count(None)} dimensions are not indexed: index these too"
+            f"{name} of a captured tensor of which {self._index.count(None)} dimensions are not indexed: "
+            "index these too"
         )
 
     @classmethod

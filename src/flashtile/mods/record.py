@@ -16,7 +16,7 @@ from flashtile.mods import recognise
 from flashtile.mods.build import with_values
 from flashtile.mods.captured import Captured, captured, with_numbers
 from flashtile.mods.graph import Graph, kind_of, parse
-from flashtile.mods.reading import TraceError, taken
+from flashtile.mods.reading import TraceError, taken, untransformed
 
 if TYPE_CHECKING:
     from flashtile.mods.trace import Traced
@@ -55,6 +55,7 @@ class Lowered(NamedTuple):
         numbers: The numbers that it reads.
         bounds: Of a mask mod the bounds of a band: (whether the right one, how many keys), from the first row and key.
         softcap: Of a score mod the softcap that ends it, 0 for none.
+        is_mapped: Whether a transform of ``torch.func`` wraps one of the tensors.
     """
 
     text: str
@@ -62,6 +63,7 @@ class Lowered(NamedTuple):
     numbers: tuple[float, ...]
     bounds: tuple[tuple[bool, int], ...] = ()
     softcap: float = 0.0
+    is_mapped: bool = False
 
 
 # Plain values alone, since torch.compile takes them as constants. A part: a text, its operands and its numbers. An
@@ -121,10 +123,11 @@ def lowered(
     if torch.compiler.is_dynamo_compiling():
         from flashtile.mods.compiled import RECORDED
 
-        kept, tensors, numbers = RECORDED(f, argument, what, device or torch.device("cpu"))
+        kept, tensors, numbers, is_mapped = RECORDED(f, argument, what, device or torch.device("cpu"))
     else:
         kept, tensors, numbers = recorded(f, argument, what)
-    return _of_call(kept, recognises, tensors, numbers)
+        is_mapped = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+    return _of_call(kept, recognises, tensors, numbers, is_mapped)
 
 
 def recorded(f: Callable[..., Any], argument: str, what: str) -> _Read:
@@ -153,7 +156,9 @@ def _recorded(f: Callable[..., Any], argument: str, what: str) -> _Read:
         raise InvalidInputError(argument, str(error)) from error
 
 
-def _of_call(kept: _Kept, recognises: bool, tensors: Sequence[Tensor], given: Sequence[float]) -> Lowered:
+def _of_call(
+    kept: _Kept, recognises: bool, tensors: Sequence[Tensor], given: Sequence[float], is_mapped: bool
+) -> Lowered:
     """What is kept with the tensors and numbers of a call."""
     _, part, rest, bounds, cap = kept
     found: list[tuple[bool, int]] = []
@@ -176,7 +181,7 @@ def _of_call(kept: _Kept, recognises: bool, tensors: Sequence[Tensor], given: Se
         for step in steps:
             x = taken(x, step)
         read.append(x)
-    return Lowered(text, tuple(read), tuple([float(given[n]) for n in places]), tuple(found), softcap)
+    return Lowered(text, tuple(read), tuple([float(given[n]) for n in places]), tuple(found), softcap, is_mapped)
 
 
 def _key(found: Captured, what: str) -> Any:
@@ -228,7 +233,7 @@ def _lifted(f: Callable[..., Any], found: Captured, what: str, plain: Traced) ->
         other = trace(lambda _: with_numbers(f, others.__getitem__), what, found.tensors)
     except TraceError:
         return None
-    sizes = [tuple(view.of(found.tensors[view.tensor]).shape) for view in made.operands]
+    sizes = [tuple(view.of(untransformed(found.tensors[view.tensor])).shape) for view in made.operands]
     for numbers, text in ((found.numbers, plain.graph.text), (others, other.graph.text)):
         if with_values(made.graph, [numbers[n] for n in made.numbers], sizes) != text:
             return None

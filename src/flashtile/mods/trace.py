@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from flashtile.mods.build import Builder, finished
 from flashtile.mods.graph import INPUTS, Graph, Partial, kind_of
 from flashtile.mods.operators import record
-from flashtile.mods.reading import Refused, TraceError, View, is_metadata, of_metadata, viewed
+from flashtile.mods.reading import Refused, TraceError, View, is_metadata, of_metadata, untransformed, viewed
 
 _OURS = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -139,7 +139,7 @@ class Unknown(Tensor):
 
 
 class _Number(Unknown):
-    """A number that a function captures. What asks for more than a value's graph has is refused, or it would be missed."""
+    """A number that a function captures, of which nothing may be asked that its graph would not have."""
 
     def __hash__(self) -> int:
         raise Refused("looks up a number")
@@ -214,7 +214,7 @@ class Recorder(TorchDispatchMode):
     def of(self, view: View) -> Tensor:
         """The view itself."""
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            return view.of(self.tensors[view.tensor])
+            return view.of(untransformed(self.tensors[view.tensor]))
 
     def new(self, node: int, kind: str, of: type[Unknown] = Unknown) -> Tensor:
         """A tensor without a value that stands for a node."""
