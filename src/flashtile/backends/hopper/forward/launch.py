@@ -91,7 +91,8 @@ class ForwardPlan:
             t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, tile_counter, t.alibi_slopes, t.attn_bias,
             t.attn_mask, *parts, t.row_keys, t.key_rows, t.row_blocks, t.row_items,
             None if self._bounds is None else empty_bounds(self._bounds, t.q), t.rng_state,
-            None if self._repair_bounds is None else empty_bounds(self._repair_bounds, t.q), *read_by_mods(t, self._problem),
+            None if self._repair_bounds is None else empty_bounds(self._repair_bounds, t.q),
+            *read_by_mods(t, self._problem),
         ))  # fmt: skip
         return out, lse
 

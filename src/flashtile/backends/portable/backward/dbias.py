@@ -67,9 +67,7 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
     product = times_transposed(q, k, INPUT_PRECISION)
     at = mods.block_of(head, m_first, n_first, BLOCK_M, BLOCK_N)
-    probs, slope = probabilities(
-        product, across(lse, 1), call, head, at, True, in_part, partial.functions is not None
-    )
+    probs, slope = probabilities(product, across(lse, 1), call, head, at, True, in_part, partial.functions is not None)
     dout = load_rows(HeadRows(douts, head.h, queries), m_first, BLOCK_M, True)
     v = load_rows(HeadRows(call.v, head_kv, keys), n_first, BLOCK_N, True)
     dprobs = times_transposed(dout, v, INPUT_PRECISION)

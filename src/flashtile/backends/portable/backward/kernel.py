@@ -94,11 +94,11 @@ class BiasSums(NamedTuple):
 def probabilities(product, lse, call, head, at, edge, partial, WITH_SLOPE: tl.constexpr, given=None):
     """Normalised probabilities of a block of ``q @ k^T``, in either orientation, and the mods' slope.
 
-    lse is a tuple, ``across`` the block. If ``edge``, a constexpr or a run-time value, the band and the end of the keys are masked; ``partial`` and ``given``
-    as of ``mods.select``.
+    lse is a tuple, ``across`` the block. If ``edge``, a constexpr or a run-time value, the band and the end of the keys
+    are masked; ``partial`` and ``given`` as of ``mods.select``.
     """
     x, scale_log2, slope = mods.apply(product, call.mods, head, at, WITH_SLOPE, given)
-    if call.mods.LARGE:
+    if call.mods.LARGE:  # noqa: SIM108
         # Exact where it counts: near the maximum.
         probs = tl.exp2((x - lse[0]) * softmax.LOG2_E - lse[1])
     else:
@@ -150,68 +150,62 @@ def has_lost(of_rows, call, b, h, queries):
 
 @triton.jit
 def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, place):
-    """Adds the contribution of one head's query blocks, those of ``blocks.KeyBlocks``, to dk and dv, where needed."""
-    for position in tl.range(visit.start, visit.stop):
-        if of_rows.flags is None:
-            dk, dv = query_block(dk, dv, k, v, position, visit, call, douts, of_rows, grads, tiles, head, place)
-        else:
-            rows = lists.number_of(position, call.mods.band.lists, tiles.BLOCK_M) * tiles.BLOCK_M
-            rows += tl.arange(0, tiles.BLOCK_M)
-            lse, _delta = load_row_terms(of_rows, call.heads.num_q, head, place.queries, rows)
-            if tl.min(lse[0], 0) < float("inf"):
-                dk, dv = query_block(dk, dv, k, v, position, visit, call, douts, of_rows, grads, tiles, head, place)
-    return dk, dv
+    """Adds the contribution of one head's query blocks, those of ``blocks.KeyBlocks``, to dk and dv, where needed.
 
-
-@triton.jit
-def query_block(dk, dv, k, v, position, visit, call, douts, of_rows, grads, tiles, head, place):
-    """``over_queries`` of one block; the scores' first dimension is the keys."""
+    The scores' first dimension is the keys.
+    """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     queries, n_first, cipher = place.queries, place.block * BLOCK_N, cipher_of(call, head.b, head.h)
     row_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + head.h) * of_rows.stride_head + queries.start
     cols = n_first + tl.arange(0, BLOCK_N)[:, None]
-    m = lists.number_of(position, call.mods.band.lists, BLOCK_M)
-    first = m * BLOCK_M
-    rows = first + tl.arange(0, BLOCK_M)
-    p = rows[None, :] + head.shift
-    edge = visit.MASKED
-    if visit.full_start is not None:
-        edge = (m < visit.full_start) | (m >= visit.full_stop)
-    q = load_rows(HeadRows(call.q, head.h, queries), first, BLOCK_M, visit.MASKED)
-    # Rows past the end have lse +inf, so probability 0: dense ones from prepare_rows, packed ones by a select.
-    # A listed block may reach past all that is stored of a head, so what lists load is checked. So is what might be a
-    # NaN: the rest past a packed sequence's end, and rows that a repair has no terms of.
     LISTED: tl.constexpr = call.mods.band.lists is not None
     PACKED: tl.constexpr = call.queries.cu_seqlens is not None
     HAS_REST: tl.constexpr = of_rows.rest is not None
-    if of_rows.flags is not None or (visit.MASKED and (LISTED or (PACKED and HAS_REST))):
-        lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
-    else:
-        lse = (tl.load(of_rows.lse + row_at + first + tl.arange(0, BLOCK_M)),)
-        if HAS_REST:
-            lse = also(lse, tl.load(of_rows.rest + row_at + first + tl.arange(0, BLOCK_M)))
-        delta = tl.load(of_rows.delta + row_at + first + tl.arange(0, BLOCK_M))
-        if visit.MASKED and PACKED:
-            lse = (tl.where(rows < queries.length, lse[0], float("inf")),)
-            delta = tl.where(rows < queries.length, delta, 0.0)
-    at = mods.pairs_of(head, p, cols)
-    given = mods.read(call.mods, head, at, visit.PARTIAL)
-    product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
-    probs, slope = probabilities(product, across(lse, 0), call, head, at, edge, visit.PARTIAL, True, given)
-    dout = load_rows(HeadRows(douts, head.h, queries), first, BLOCK_M, visit.MASKED)
-    dprobs = times_transposed(v, dout, INPUT_PRECISION)
-    kept_probs = probs
-    if call.mods.dropout.rng_state_ptr is not None:
-        kept = tl.trans(keep_tile(call.mods.dropout, cipher, head.b, first, n_first, BLOCK_M, BLOCK_N))
-        kept_probs = tl.where(kept, probs, 0.0)
-        dprobs = tl.where(kept, dprobs * call.mods.dropout.keep_scale, 0.0)
-    if grads.dv is not None:
-        dv = add_product(dv, kept_probs.to(dout[0].dtype), dout, INPUT_PRECISION)
-    if grads.dk is not None:
-        dscores = mods.score_gradient(probs, dprobs, delta[None, :], slope, call.mods, edge)
-        dk = add_product(dk, dscores.to(q[0].dtype), q, INPUT_PRECISION)
+    for position in tl.range(visit.start, visit.stop):
+        m = lists.number_of(position, call.mods.band.lists, BLOCK_M)
+        first = m * BLOCK_M
+        rows = first + tl.arange(0, BLOCK_M)
+        is_wanted = True
+        if of_rows.flags is not None:
+            lse, _delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
+            is_wanted = tl.min(lse[0], 0) < float("inf")
+        if is_wanted:
+            p = rows[None, :] + head.shift
+            edge = visit.MASKED
+            if visit.full_start is not None:
+                edge = (m < visit.full_start) | (m >= visit.full_stop)
+            q = load_rows(HeadRows(call.q, head.h, queries), first, BLOCK_M, visit.MASKED)
+            # Rows past the end have lse +inf, so probability 0: dense ones from prepare_rows, packed ones by a select.
+            # A listed block may reach past all that is stored of a head, so what lists load is checked. So is what
+            # might be a NaN: the rest past a packed sequence's end, and rows that a repair has no terms of.
+            if of_rows.flags is not None or (visit.MASKED and (LISTED or (PACKED and HAS_REST))):
+                lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
+            else:
+                lse = (tl.load(of_rows.lse + row_at + first + tl.arange(0, BLOCK_M)),)
+                if HAS_REST:
+                    lse = also(lse, tl.load(of_rows.rest + row_at + first + tl.arange(0, BLOCK_M)))
+                delta = tl.load(of_rows.delta + row_at + first + tl.arange(0, BLOCK_M))
+                if visit.MASKED and PACKED:
+                    lse = (tl.where(rows < queries.length, lse[0], float("inf")),)
+                    delta = tl.where(rows < queries.length, delta, 0.0)
+            at = mods.pairs_of(head, p, cols)
+            given = mods.read(call.mods, head, at, visit.PARTIAL)
+            product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
+            probs, slope = probabilities(product, across(lse, 0), call, head, at, edge, visit.PARTIAL, True, given)
+            dout = load_rows(HeadRows(douts, head.h, queries), first, BLOCK_M, visit.MASKED)
+            dprobs = times_transposed(v, dout, INPUT_PRECISION)
+            kept_probs = probs
+            if call.mods.dropout.rng_state_ptr is not None:
+                kept = tl.trans(keep_tile(call.mods.dropout, cipher, head.b, first, n_first, BLOCK_M, BLOCK_N))
+                kept_probs = tl.where(kept, probs, 0.0)
+                dprobs = tl.where(kept, dprobs * call.mods.dropout.keep_scale, 0.0)
+            if grads.dv is not None:
+                dv = add_product(dv, kept_probs.to(dout[0].dtype), dout, INPUT_PRECISION)
+            if grads.dk is not None:
+                dscores = mods.score_gradient(probs, dprobs, delta[None, :], slope, call.mods, edge)
+                dk = add_product(dk, dscores.to(q[0].dtype), q, INPUT_PRECISION)
     return dk, dv
 
 

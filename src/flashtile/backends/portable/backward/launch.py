@@ -65,7 +65,7 @@ _OPERANDS = (
 class BackwardPlan:
     """The backward of calls with the same layouts and options; see ``call.backend.Backward``.
 
-    Computes only the gradients that ``problem.grads`` requests. Workspace: two or three float32 per row, dk and dv by split.
+    Computes only the gradients that ``problem.grads`` requests. Workspace: ``workspace.places_of``.
     """
 
     def __init__(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> None:
@@ -266,9 +266,7 @@ def _sum_launch(problem: Problem, name: str, x: Tensor, place: int, adds: bool) 
     return Launch(sum_gqa_splits, -(-x.numel() // 1024), arguments, {"num_warps": 4, "num_stages": 1})
 
 
-def dq_launch(
-    problem: Problem, tensors: Tensors, dout: Tensor, adds: bool, repair: Repair | None = None
-) -> Launch:
+def dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool, repair: Repair | None = None) -> Launch:
     """Computes dq, and dbias if ``adds_bias``; ``adds``: to what is there."""
     config = choose(problem, "dq")
     masks = masks_of(problem, tensors, _tiles_to_visit(problem, tensors, "dq", repair))
