@@ -18,6 +18,7 @@ from flashtile.serving import tree_words
 from tests import trees
 from tests.kvcache.alone import invariance_cases, judge_alone
 from tests.kvcache.cases import CASES, EIGHT_BIT_ROWS, CacheCase, build, judge, latent_case
+from tests.kvcache.functions import HUGE, huge_error
 from tests.kvcache.test_trees import CHAINS, assert_chains_are_causal
 from tests.poison import poisoned_memory
 from tests.rule import assert_close
@@ -102,6 +103,15 @@ LARGE_ROWS = (
     latent_case("large_two_tiles", (5000, 777), 2, heads=128, page_size=16, float8="rows", layout="apart", sinks=True),
     latent_case("large_entries", (3000, 64, 4097), heads=40, float8="rows", layout="apart"),
 )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_id)
+@pytest.mark.parametrize("value", HUGE)
+def test_scores_as_huge_as_float32_has_them(value: float, dtype: torch.dtype) -> None:
+    for page_size, packed, sinks in ((0, False, False), (16, False, True), (8, True, False)):
+        options: dict[str, Any] = {"page_size": page_size, "packed": packed, "sinks": sinks}
+        error = huge_error(value, "portable", **options, dtype=dtype, device=DEVICE)
+        assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -87,10 +87,13 @@ def error(lengths: Lengths, kind: str, backend: str, *, packed: bool = False) ->
     return float((out.view(batch, rows, heads, DIM).double() - torch.stack(want)).abs().max())
 
 
-LARGE = (-3e5, -1e9, torch.finfo(torch.float32).min, torch.finfo(torch.float32).max)
+HUGE = (-3e5, -1e9, torch.finfo(torch.float32).min, torch.finfo(torch.float32).max)
 
 
-def large_error(value: float, backend: str, *, page_size: int = 0, packed: bool = False, sinks: bool = False) -> float:
+def huge_error(
+    value: float, backend: str, *, page_size: int = 0, packed: bool = False, sinks: bool = False,
+    dtype: torch.dtype = torch.float32, device: str = "cpu",
+) -> float:  # fmt: skip
     """How far rows of scores that a function makes as large as ``value`` are from their definition at most, lse too.
 
     A row of its own scores, one of which each is ``value``, one of which every third is, one whose scores differ by
@@ -98,14 +101,16 @@ def large_error(value: float, backend: str, *, page_size: int = 0, packed: bool 
     """
     make = torch.Generator().manual_seed(7)
     lengths, rows, heads = (200, 67), 5, HEADS * GROUP
-    q = torch.randn(len(lengths), rows, heads, DIM, generator=make)
-    k, v = (torch.randn(len(lengths), 208, HEADS, DIM, generator=make) for _ in range(2))
+    q = torch.randn(len(lengths), rows, heads, DIM, generator=make).to(dtype)
+    k, v = (torch.randn(len(lengths), 208, HEADS, DIM, generator=make).to(dtype) for _ in range(2))
     j = torch.arange(208)
     steps = value + 0.25 * (j % 5) if abs(value) < 1e6 else torch.full((208,), value)
     table = torch.stack((j * 0.0, j * 0.0 + value, value * (j % 3 == 0), steps, j * 0.0 - torch.inf)).float()
 
+    there = table.to(device)
+
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return torch.where(table[q_idx, kv_idx] == 0, score, table[q_idx, kv_idx])
+        return torch.where(there[q_idx, kv_idx] == 0, score, there[q_idx, kv_idx])
 
     logits = torch.full((heads,), value) if sinks else None
     want, want_lse = [], []
@@ -124,10 +129,12 @@ def large_error(value: float, backend: str, *, page_size: int = 0, packed: bool 
     if packed:
         q = q.flatten(0, 1)
         call |= {"cu_seqlens_q": torch.tensor([0, rows, 2 * rows], dtype=torch.int32), "max_seqlen_q": rows}
+    call |= {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32), "sinks": logits}
+    call = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in call.items()}
     out, lse = flashtile.attention_with_kvcache(
-        q, k, v, cache_seqlens=torch.tensor(lengths, dtype=torch.int32), causal=False, score_mod=score_mod,
-        sinks=logits, return_lse=True, backend=backend, **call,
-    )  # fmt: skip
+        *(x.to(device) for x in (q, k, v)), causal=False, score_mod=score_mod, return_lse=True, backend=backend, **call
+    )
+    out, lse = out.cpu(), lse.cpu()
     wanted = torch.stack(want_lse).float()
     assert lse.is_contiguous() and lse.shape == ((heads, len(lengths) * rows) if packed else wanted.shape)
     lse = lse.view(heads, len(lengths), rows).transpose(0, 1) if packed else lse

@@ -7,7 +7,7 @@ import torch
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError, masks, mods
-from tests.kvcache.functions import KINDS, LARGE, LENGTHS, error, large_error
+from tests.kvcache.functions import HUGE, KINDS, LENGTHS, error, huge_error
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -18,9 +18,9 @@ def test_they_count_from_the_first_query_and_the_first_key(name: str, kind: str,
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("value", LARGE)
-def test_scores_as_large_as_float32_has_them(value: float, sinks: bool) -> None:
-    assert large_error(value, "cpu", page_size=16 * sinks, packed=value == -1e9, sinks=sinks) < 1e-5
+@pytest.mark.parametrize("value", HUGE)
+def test_scores_as_huge_as_float32_has_them(value: float, sinks: bool) -> None:
+    assert huge_error(value, "cpu", page_size=16 * sinks, packed=value == -1e9, sinks=sinks) < 1e-5
 
 
 def test_what_goes_with_no_cache_is_refused() -> None:

@@ -11,6 +11,7 @@ import torch
 from flashtile.backends.gpu.decode.config import Config, Splitting
 from flashtile.backends.gpu.trial import trial
 from tests.kvcache.cases import EIGHT_BIT_ROWS, CacheCase, build, judge
+from tests.kvcache.functions import HUGE, huge_error
 from tests.ptx import portable
 from tests.ptx.launch import Kernels, edited
 from tests.ptx.machine import Options
@@ -73,6 +74,12 @@ def test_calls_that_are_never_split(tiles: Config) -> None:
     whole = dataclasses.replace(tiles, splitting=Splitting(programs=1, most_keys=128))
     with portable.on_cpu(Options(seed=1), "sm_90"), trial(decode=whole):
         judge(build(NEVER_SPLIT, torch.bfloat16), "portable")
+
+
+@pytest.mark.long
+def test_scores_as_huge_as_float32_has_them() -> None:
+    with portable.on_cpu(Options(seed=2), "sm_80"), trial(decode=TILES):
+        assert huge_error(HUGE[2], "portable", page_size=16, sinks=True, dtype=torch.bfloat16) < 1e-2
 
 
 # Programs that run at once: some wait for the others to share a fold, and some of those give up at the last moment.

@@ -21,10 +21,11 @@ def fold(total, total_max, total_sum, acc, row_max, row_sum, LARGE: tl.constexpr
     """
     new_max = tl.maximum(total_max, row_max)
     finite_max = softmax.made_finite(new_max)
-    less, other_less = total_max - finite_max, row_max - finite_max
     if LARGE:
-        less, other_less = less * softmax.LOG2_E, other_less * softmax.LOG2_E
-    rescale, weight = tl.exp2(less), tl.exp2(other_less)
+        rescale = tl.exp2((total_max - finite_max) * softmax.LOG2_E)
+        weight = tl.exp2((row_max - finite_max) * softmax.LOG2_E)
+    else:
+        rescale, weight = tl.exp2(total_max - finite_max), tl.exp2(row_max - finite_max)
     total = tl.fma(acc, tl.broadcast_to(weight[:, None], acc.shape), total * rescale[:, None])
     return total, new_max, tl.fma(row_sum, weight, total_sum * rescale)
 
