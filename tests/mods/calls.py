@@ -125,7 +125,7 @@ def with_functions(
         masked = masked_by(lists, None)
     tensors = replace(tensors, **masked.tensors)
     functions = functions_of(
-        *(makers[name] and makers[name].function for name in makers), tensors, case.softcap,
+        *(makers[name] and (makers[name].plain or makers[name].function) for name in makers), tensors, case.softcap,
         tensors.cu_seqlens_q is tensors.cu_seqlens_k and listed is None,
     )  # fmt: skip
     tensors = replace(tensors, operands=functions.operands, numbers=functions.numbers)

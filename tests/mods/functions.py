@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, or_masks
+
+from flashtile.mods import source
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +45,14 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """A function and the tensors that it captures and that have a gradient."""
+    """A function and the tensors that it captures and that have a gradient.
+
+    ``plain`` is for references the same function of one that reads what has changed since its first call.
+    """
 
     function: Callable[..., Any]
     leaves: tuple[Tensor, ...] = field(default=())
+    plain: Callable[..., Any] | None = None
 
 
 def squared(s: Sizes) -> Made:
@@ -149,12 +157,56 @@ def large_lowest(s: Sizes) -> Made:
     return Made(padded, (table,))
 
 
+class Held:
+    """Has a number that changes."""
+
+    value: Any = 0
+
+    def read(self) -> Any:
+        return self.value
+
+    def __getitem__(self, index: int) -> Any:
+        return self.value
+
+
+def changing(s: Sizes, first: float, then: float) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """What reads a number from something drawn, and what changes it from ``first`` to ``then``."""
+    held, of_class, items, table = Held(), type("OfClass", (), {"value": first}), [first], {"value": first}
+    held.value, array, last = first, np.array([first]), collections.deque([first])
+    drawn: list[tuple[Callable[[], Any], Callable[[], None]]] = [
+        (lambda: held.value, lambda: setattr(held, "value", then)),
+        (lambda: held.read(), lambda: setattr(held, "value", then)),
+        (lambda: held[0], lambda: setattr(held, "value", then)),
+        (lambda: getattr(held, "value"), lambda: setattr(held, "value", then)),  # noqa: B009
+        (lambda: of_class.value, lambda: setattr(of_class, "value", then)),
+        (lambda: items[-1], lambda: items.append(then)),
+        (lambda: table["value"], lambda: table.update(value=then)),
+        (lambda: array[0].item(), lambda: array.fill(then)),
+        (lambda: last[0], lambda: last.appendleft(then)),
+    ]
+    return drawn[int(torch.randint(len(drawn), (), generator=s.make))]
+
+
+def held_scale(s: Sizes) -> Made:
+    read, change = changing(s, 0.25, 1.5)
+
+    def scaled(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score * read() - 0.01 * (q - kv).abs()
+
+    source(scaled)
+    change()
+    return Made(scaled, plain=lambda score, b, h, q, kv: score * 1.5 - 0.01 * (q - kv).abs())
+
+
 SCORES: dict[str, Callable[[Sizes], Made]] = {
     f.__name__: f
     for f in (
         squared, times_two, distance, capped, by_distance, buckets, bias, bias_turned, by_row_and_key,
         learned_temperature, read_twice, graphormer, gated, flips, quotient, identity, constant,
         large_1e9, large_lowest,
+
+
+        held_scale,
     )
 }  # fmt: skip
 
@@ -200,6 +252,17 @@ def chunks(s: Sizes) -> Made:
     return Made(lambda b, h, q, kv: q // 11 == kv // 11)
 
 
+def held_window(s: Sizes) -> Made:
+    read, change = changing(s, 2, 9)
+
+    def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return ((q - kv).abs() <= read()) | (kv < 2)
+
+    source(within)
+    change()
+    return Made(within, plain=lambda b, h, q, kv: ((q - kv).abs() <= 9) | (kv < 2))
+
+
 def nothing(s: Sizes) -> Made:
     return Made(lambda b, h, q, kv: kv < 0)
 
@@ -208,5 +271,6 @@ MASKS: dict[str, Callable[[Sizes], Made]] = {
     f.__name__: f
     for f in (
         causal, window, documents, prefix, dilated, neighbourhood, heads_differ, random_pairs, chunks, nothing,
+        held_window,
     )
 }  # fmt: skip

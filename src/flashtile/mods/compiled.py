@@ -90,21 +90,24 @@ def _inputs(tx: Any, is_score: bool, device: torch.device) -> list[Any]:
 def _traced(body: GraphModule, what: str, read: Sequence[Any]) -> tuple[Traced, list[int], list[int]]:
     """A function's graph from torch.compile's, and which of what it reads are tensors and which are numbers."""
     tensors = [n for n, x in enumerate(read) if isinstance(x, torch.Tensor)]
-    numbers = [n for n, x in enumerate(read) if not isinstance(x, torch.Tensor)]
+    numbers = symbols = [n for n, x in enumerate(read) if not isinstance(x, torch.Tensor)]
 
     def bound(number: Callable[[int], Any]) -> Callable[..., Any]:
         values = list(read)
-        for place, n in enumerate(numbers):
+        for place, n in enumerate(symbols):
             values[n] = number(place)
         return lambda *given: body(*given, *values)
 
     real = [read[n] for n in tensors]
     try:
-        return trace(bound, what, real, [read[n] for n in numbers]), tensors, numbers
+        traced = trace(bound, what, real, [read[n] for n in numbers])
     except TraceError:
         # Numbers are constants then, which torch.compile guards as soon as Python has them.
         plain = [float(read[n]) if isinstance(read[n], torch.SymFloat) else int(read[n]) for n in numbers]
-        return trace(lambda _: bound(plain.__getitem__), what, real), tensors, []
+        numbers, traced = [], trace(lambda _: bound(plain.__getitem__), what, real)
+    if len(traced.tensors) > len(real):
+        raise TraceError("reads a tensor that torch.compile has not found")
+    return traced, tensors, numbers
 
 
 def _constants(x: Any) -> Any:
