@@ -51,7 +51,8 @@ class Intervals(BySample):
     @property
     def batch(self) -> int:
         """Samples that the mask differs in, 1 if all share it."""
-        return max((x.shape[0] for x in (self.row_keys, self.key_rows) if x is not None), default=1)
+        sizes = [x.shape[0] for x in (self.row_keys, self.key_rows) if x is not None]
+        return max(sizes) if sizes else 1
 
     def _some(self, first: int, stop: int) -> Intervals:
         row_keys, key_rows = (

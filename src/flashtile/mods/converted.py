@@ -43,9 +43,11 @@ def lists_of(block_mask: Any) -> BlockMask:
         if kept.lists.row_items.is_cuda:
             # The next call may be on another stream.
             torch.cuda.current_stream(kept.lists.row_items.device).synchronize()
-    kept = kept.with_function(block_mask.mask_mod)
-    block_mask._flashtile = kept
-    return kept.lists  # type: ignore[no-any-return]
+        block_mask._flashtile = kept
+    now = kept.with_function(block_mask.mask_mod)
+    if now is not kept:
+        block_mask._flashtile = now
+    return now.lists  # type: ignore[no-any-return]
 
 
 def keep(block_mask: Any, lists: BlockMask) -> None:
@@ -151,8 +153,11 @@ def _converted(mask: Any) -> BlockMask:
         (mask.kv_num_blocks, mask.kv_indices, PARTIAL), (mask.full_kv_num_blocks, mask.full_kv_indices, FULL),
     ):  # fmt: skip
         if num_blocks is not None:
-            items = _four(indices, 4)
-            there = torch.arange(items.shape[-1], device=items.device) < _four(num_blocks, 3)[..., None]
+            counts, items = _four(num_blocks, 3), _four(indices, 4)
+            if counts.shape != first.shape or counts.shape != items.shape[:-1]:
+                shapes = f"{tuple(num_blocks.shape)} and {tuple(indices.shape)}"
+                raise InvalidInputError("block_mask", f"has lists of shapes {shapes}, which do not fit one another")
+            there = torch.arange(items.shape[-1], device=items.device) < counts[..., None]
             kinds = kinds.scatter(-1, torch.where(there & (items < most), items, most).long(), kind)
     return of_kinds(kinds[..., :most], block_size, (rows, keys), _function_of(mask.mask_mod))
 
