@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -387,6 +390,46 @@ def test_from_torch_computes_what_torchs_module_does(batch_first: bool, bias: bo
 def test_one_tensor_three_times_is_self_attention() -> None:
     module, x = MultiheadAttention(32, 4, rotary=True, causal=True, **DOUBLE), randn(2, 6, 32)
     assert_close(module(x, x, x, positions=9), module(x, positions=9))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_output_is_not_taken_for_torchs_pair(batch_first: bool) -> None:
+    """A batch of two, or two rows, would unpack into samples, or rows."""
+    module, x = MultiheadAttention(32, 4, batch_first=batch_first, **DOUBLE), randn(2, 2, 32)
+    for take in (tuple, lambda out: out[0], lambda out: out[1]):
+        with pytest.raises(InvalidInputError, match="^out: is the output alone, no pair"):
+            take(module(x, x, x))
+        take(module(x))
+
+
+def test_the_output_is_else_a_tensor_like_any_other() -> None:
+    module, x = MultiheadAttention(32, 4, **DOUBLE), randn(2, 5, 32)
+    out, plain = module(x, x, x), module(x)
+    for found in (out + 0, out[0, ...], out.unbind(0)[1], out.detach(), torch.func.vmap(module)(*[x[None]] * 3)):
+        assert type(found) is Tensor
+    assert str(out).split("grad_fn")[0] == str(plain).split("grad_fn")[0] and torch.equal(out[-1], plain[-1])
+    with torch.no_grad():
+        quiet = module(x, x, x)
+    file = io.BytesIO()
+    torch.save(quiet, file)
+    file.seek(0)
+    for kept in (torch.load(file, weights_only=True), copy.deepcopy(quiet), pickle.loads(pickle.dumps(quiet))):
+        assert type(kept) is Tensor and torch.equal(kept, plain)
+    assert_same_with_gradients(module, module(x, x, x).mul_(2), 2 * plain, x)
+    torch._dynamo.reset()
+    after = torch.compile(lambda y: 2 * y, fullgraph=True, backend="eager")
+    assert_same_with_gradients(module, after(module(x, x, x)), after(plain), x)
+    assert_close(torch.compile(module, fullgraph=True, backend="eager")(x, x, x), plain)
+
+
+def test_torchs_masks_are_refused_with_their_cure() -> None:
+    module, x = MultiheadAttention(32, 4), X
+    mask, hidden = torch.ones(8, 5, 5, dtype=torch.bool), torch.zeros(2, 5, dtype=torch.bool)
+    for others in ({}, {"key_padding_mask": hidden}):
+        with pytest.raises(InvalidInputError, match=r"^attn_mask: .*give attn_mask\.view\(2, 4, 5, 5\); True keeps"):
+            module(x, x, x, attn_mask=mask, **others)
+    with pytest.raises(InvalidInputError, match="^attn_mask: does not go with key_padding_mask: "):
+        module(x, attn_mask=mask[..., :4], key_padding_mask=hidden)
 
 
 def test_a_key_padding_mask_goes_with_a_mask() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flashtile.api.attention import attention, attention_varlen
 from flashtile.call.arguments import band_of, check_tensor, checked, flag, integer, probability
 from flashtile.call.rotary import RotaryEmbedding, apply_rotary
+from flashtile.core.alone import Alone
 from flashtile.core.errors import InvalidInputError, shown
 
 __all__ = ["MultiheadAttention", "RotaryEmbedding", "TransformerBlock", "apply_rotary"]
@@ -98,9 +99,8 @@ class MultiheadAttention(nn.Module):
         self.backend = backend
         self.rotary = _rotary(rotary, head_dim)
         place = {"device": device, "dtype": dtype}
-        out_bias = bias if out_bias is None else out_bias
-        flag("bias", bias), flag("out_bias", out_bias)
-        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias, **place)
+        out_bias = flag("bias", bias) if out_bias is None else flag("out_bias", out_bias)
+        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=flag("bias", bias), **place)
         self.k_proj = nn.Linear(self.context_dim, num_kv_heads * head_dim, bias=bias, **place)
         self.v_proj = nn.Linear(self.context_dim, num_kv_heads * head_dim, bias=bias, **place)
         self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=out_bias, **place)
@@ -178,13 +178,14 @@ class MultiheadAttention(nn.Module):
             max_seqlen_context: The longest length, if known.
 
         Returns:
-            Like x: ``(batch, seqlen, embed_dim)`` or ``(total, embed_dim)``.
+            The output alone, like x: ``(batch, seqlen, embed_dim)`` or ``(total, embed_dim)``. With value, as torch's
+            module is called, it refuses to be unpacked or indexed with 0 or 1, as that one's pair is.
 
         Raises:
             InvalidInputError: Naming the argument that is wrong.
             UnsupportedError: No backend can run the call.
         """
-        apart = context_positions, cu_seqlens_context, max_seqlen_context
+        apart, like_torchs = (context_positions, cu_seqlens_context, max_seqlen_context), value is not None
         if context is x and (value is None or value is x) and not any(each is not None for each in apart):
             context = value = None
         itself = context is None
@@ -216,10 +217,14 @@ class MultiheadAttention(nn.Module):
                 lengths = (cu_seqlens, cu_seqlens_context, max_seqlen, max_seqlen_context)
                 out = attention_varlen(q, k, v, *lengths, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
         except InvalidInputError as error:
+            if error.argument == "attn_mask":
+                error.message += "; True keeps, where it hides in torch's module"
             named = {} if itself else {**_CONTEXT_NAMES, "v": "context" if value is None else "value"}
             raise error.renamed({**_OWN_NAMES, **named}) from None
         found: Tensor = self.out_proj(out.flatten(-2))
-        return found if self.batch_first or found.dim() == 2 else found.transpose(0, 1)
+        if not self.batch_first and found.dim() == 3:
+            found = found.transpose(0, 1)
+        return Alone.of(found) if like_torchs else found
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -293,14 +298,11 @@ class TransformerBlock(nn.Module):
             raise InvalidInputError("attention", "has a context_dim other than embed_dim, must attend to its input")
         width, like = attention.embed_dim, attention.q_proj.weight
         hidden = 4 * width if mlp_dim is None else integer("mlp_dim", mlp_dim)
-        self.attn_norm = nn.LayerNorm(width, device=like.device, dtype=like.dtype)
+        place: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        self.attn_norm = nn.LayerNorm(width, **place)
         self.attn = attention
-        self.mlp_norm = nn.LayerNorm(width, device=like.device, dtype=like.dtype)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, hidden, device=like.device, dtype=like.dtype),
-            nn.GELU(),
-            nn.Linear(hidden, width, device=like.device, dtype=like.dtype),
-        )
+        self.mlp_norm = nn.LayerNorm(width, **place)
+        self.mlp = nn.Sequential(nn.Linear(width, hidden, **place), nn.GELU(), nn.Linear(hidden, width, **place))
         self.dropout = nn.Dropout(probability("dropout", dropout))
 
     def forward(
@@ -316,13 +318,9 @@ class TransformerBlock(nn.Module):
         """Runs the block; arguments and shapes as in ``MultiheadAttention.forward``."""
         check_tensor("x", x)
         attended = self.attn(
-            self.attn_norm(x),
-            attn_mask=attn_mask,
-            attn_bias=attn_bias,
-            positions=positions,
-            cu_seqlens=cu_seqlens,
+            self.attn_norm(x), attn_mask=attn_mask, attn_bias=attn_bias, positions=positions, cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
-        )
+        )  # fmt: skip
         x = x + self.dropout(attended)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -338,9 +336,7 @@ def _rotary(rotary: bool | nn.Module, head_dim: int) -> nn.Module | None:
         raise InvalidInputError("rotary", f"turns pairs of features, but head_dim is {head_dim}")
     if isinstance(rotary, RotaryEmbedding) and rotary.dim > head_dim:
         raise InvalidInputError("rotary", f"turns {rotary.dim} features, but head_dim is {head_dim}")
-    if isinstance(rotary, nn.Module):
-        return rotary
-    return RotaryEmbedding(head_dim) if rotary else None
+    return RotaryEmbedding(head_dim) if rotary is True else rotary if isinstance(rotary, nn.Module) else None
 
 
 def _head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
@@ -376,7 +372,10 @@ def _with_padding(attn_mask: Tensor | None, hidden: Tensor | None, k: Tensor) ->
         must = "(batch, seqlen_context), of sequences that are not packed"
         raise InvalidInputError("key_padding_mask", f"has shape {tuple(hidden.shape)}, must be {must}")
     kept = ~hidden[:, None, None, :]
-    return kept if attn_mask is None else attn_mask & kept
+    try:
+        return kept if attn_mask is None else attn_mask & kept
+    except RuntimeError as error:
+        raise InvalidInputError("attn_mask", f"does not go with key_padding_mask: {error}") from error
 
 
 def _check_rows(name: str, rows: Tensor, width: int, cu_name: str, cu_seqlens: Tensor | None) -> None:
@@ -393,8 +392,9 @@ def _check_rows(name: str, rows: Tensor, width: int, cu_name: str, cu_seqlens: T
         raise InvalidInputError(cu_name, f"{needs}: it goes with 2 dimensions")
 
 
-def _refuse_without_context(value: object, positions: object, cu_seqlens: object, max_seqlen: object) -> None:
-    given = {"context_positions": positions, "cu_seqlens_context": cu_seqlens, "max_seqlen_context": max_seqlen}
-    for name, each in {"value": value, **given}.items():
+def _refuse_without_context(*given: object) -> None:
+    for name, each in zip(
+        ("value", "context_positions", "cu_seqlens_context", "max_seqlen_context"), given, strict=True
+    ):
         if each is not None:
             raise InvalidInputError(name, "is given, but there is no context")

@@ -93,6 +93,11 @@ class Axes:
                 must = f"must be 1 or {self.sizes[axis]} to broadcast to ({shape})"
                 if tuple(tensor.shape) == (self.sizes["batch"], self.sizes.get("seqlen_k")):
                     must += f"; if it is by batch and key, give {argument}[:, None, None, :]"
+                if axis == "num_heads_q" and size == self.sizes["batch"] * self.sizes[axis]:
+                    rows = ", ".join(map(str, (self.sizes["batch"], self.sizes[axis], *tensor.shape[-2:])))
+                    must += f"; if it is by batch and head, give {argument}.view({rows})"
+                elif axis == "num_heads_q" and size == self.sizes["batch"]:
+                    must += f"; if it is by batch, give {argument}[:, None]"
                 raise InvalidInputError(argument, f"{axis} is {size}, {must}")
 
     def bind_sides(self, t: Any, rows: Mapping[str, tuple[Argument, Tensor]], longest: Sequence[int | None]) -> bool:
