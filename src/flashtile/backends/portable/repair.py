@@ -19,7 +19,7 @@ from flashtile.backends.gpu.device import softmax
 from flashtile.backends.gpu.intervals import Side, bounds_launch, most_bounds
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.portable.backward import launch as backward
-from flashtile.backends.portable.backward.config import key_kernels
+from flashtile.backends.portable.backward.config import Kernel, key_kernels
 from flashtile.backends.portable.backward.kernel import RowTerms
 from flashtile.backends.portable.backward.workspace import Repair, num_rows, row_pitch, row_terms
 from flashtile.backends.portable.forward import launch as forward
@@ -51,9 +51,10 @@ def backward_launches(problem: Problem, tensors: Tensors, dout: Tensor, flag_row
     if not problem.large_scores:
         return {}
     made, wanted, repair = dict[str, Launch](), problem.grads, Repair(flag_rows, BOUNDS)
-    for name in (*key_kernels(problem), *(["dq"] if wanted.q else [])):
+    kernels: tuple[Kernel, ...] = (*key_kernels(problem), "dq")
+    for name in kernels:
         with_dk, with_dv = wanted.k and name != "dv", wanted.v and name != "dk"
-        if name != "dq" and not (with_dk or with_dv):
+        if not (wanted.q if name == "dq" else with_dk or with_dv):
             continue
         if problem.intervals:
             side = backward.side_of(problem, tensors, name)._replace(operand=BOUNDS)

@@ -101,8 +101,9 @@ def forward_launch(
     """
     masks = masks_of(problem, tensors, side or Side(config.block_m))
     call, _ = call_of(problem, tensors, config, ("k", "v"), masks=masks)
-    partial = [Pointer(torch.float32, name) if is_joined else None for name in ("partial_out", "partial_lse")]
-    output = Output(Pointer(problem.out_dtype, "out"), Pointer(torch.float32, "lse"), *partial, side is not None)
+    more, more_lse = (Pointer(torch.float32, name) if is_joined else None for name in ("partial_out", "partial_lse"))
+    lse = Pointer(torch.float32, "lse")
+    output = Output(Pointer(problem.out_dtype, "out"), lse, more, more_lse, side is not None)
     tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))
     programs = num_programs(problem, tensors, config.block_m)
     arguments = {"call": call, "output": output, "tiles": tiles}
