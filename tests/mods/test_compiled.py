@@ -52,6 +52,20 @@ def test_a_third_number_is_seen_too() -> None:
         assert right(run(q), width, q), width
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_floats_that_change(dynamic: bool | None) -> None:
+    q, factor = torch.randn(1, 16, 2, 16), 0.5
+
+    def mod(s, b, h, i, j):
+        return s * factor
+
+    run = torch.compile(
+        lambda q: flashtile.attention(q, q, q, score_mod=mod), backend="eager", fullgraph=True, dynamic=dynamic
+    )
+    for factor in (0.5, 2.0, 3.0, 0.25):
+        torch.testing.assert_close(run(q), flashtile.attention(q, q, q, softmax_scale=factor * 0.25))
+
+
 class Net(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -55,6 +55,11 @@ class _Variable(hops.TorchHigherOrderOperatorVariable):
                 tx, f, given, {}, description=argument.as_python_constant(), source_target=self.value,
                 set_subgraph_inputs="flatten_manual", restore_side_effects=False,
             )  # fmt: skip
+        for node in list(graph.nodes):
+            # A float that may vary is a tensor for torch.compile, and so it is for kernels.
+            if node.op == "call_method" and node.target == "item" and node.args[0].op == "placeholder":
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
         body = GraphModule(tx.output.nn_modules, graph)
         proxies = list(lifted)
         examples = [proxy.node.meta["example_value"] for proxy in proxies]
