@@ -30,7 +30,7 @@ from flashtile.core import states
 from flashtile.core.errors import InvalidInputError
 from flashtile.masks import Intervals
 from flashtile.mods.block_mask import BlockMask
-from flashtile.ops import dispatch, flops, operation, plans, sharding, transforms
+from flashtile.ops import dispatch, dropout, flops, operation, plans, sharding, transforms
 from flashtile.ops import into as ops_into
 from flashtile.ops import operators as ops
 from flashtile.ops import quantized as quantized_ops  # noqa: F401  # registers its operator
@@ -292,8 +292,7 @@ def _run(
         tensors = autocast.cast(tensors, tensors.q.device.type)
     if options.dropout_p > 0:
         sharding.refuse_dropout(tensors.q)
-        state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=tensors.q.device)
-        tensors = dataclasses.replace(tensors, rng_state=state)
+        tensors = dataclasses.replace(tensors, rng_state=dropout.drawn(tensors.q))
     if into is None:
         out, lse = ops.attention(tensors, options, return_lse)
     else:

@@ -177,9 +177,9 @@ class Options(HashKept):
     backend: Annotated[str, Argument("Explicit choice, empty for none.", check=values.backend)] = ""
     attention_chunk: Annotated[int | None, Argument("Keys of a chunk of the Band.", check=values.chunk)] = None
     mirrored: Annotated[bool, Argument("Whether row_keys and key_rows are one mask.", check=flag)] = False
-    listed: Annotated[tuple[int, ...], Argument("Rows and keys of a listed block; bits.", schema="int[]")] = ()
+    listed: Annotated[tuple[int, ...], Argument("Rows and keys of a listed block; bits.", schema="int[]?")] = ()
     # Not a keyword: what score_mod and mask_mod become.
-    mods: Annotated[tuple[str, ...], Argument("Texts of mods.", schema="str[]")] = ()
+    mods: Annotated[tuple[str, ...], Argument("Texts of mods.", schema="str[]?")] = ()
 
     @functools.cached_property
     def kinds(self) -> dict[Any, Any]:

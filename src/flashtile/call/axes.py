@@ -6,6 +6,7 @@ One checker for every table of arguments.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -154,6 +155,22 @@ def is_packed(t: Any) -> bool:
     return t.cu_seqlens_q is not None or t.cu_seqlens_k is not None
 
 
+# No model has more heads, and none that had them would attend to so few rows and keys.
+_MOST_HEADS, _FEW_ROWS = 128, 128
+_warned = False
+
+
+def warn_of_heads_first(shape: tuple[int, ...], of_k: tuple[int, ...]) -> None:
+    """Once in a process, of sizes that are numbers: no guard of a traced call may follow from a warning."""
+    global _warned
+    if _warned or any(type(n) is not int for n in (*shape[1:3], of_k[1])):
+        return
+    if max(shape[1], of_k[1]) <= _FEW_ROWS and shape[2] > _MOST_HEADS:
+        _warned = True
+        read = f"q of shape {tuple(shape)} is read as (batch, seqlen, heads, head_dim), so as {shape[2]} heads"
+        warnings.warn(f"{read} of {shape[1]} rows; if heads come before rows, give q.transpose(1, 2)", stacklevel=2)
+
+
 def _shape_text(axes: list[str]) -> str:
     return f"({axes[0]},)" if len(axes) == 1 else f"({', '.join(axes)})"
 
@@ -177,8 +194,8 @@ def packed_lengths(
     if lengths and max(lengths) > longest:
         who = next((name for name, size in shown().items() if size == longest), None)
         what = f"seqlen_{side} is" if who else "is"
-        holds = f"but cu_seqlens_{side} holds a sequence of {max(lengths)}"
-        raise InvalidInputError(who or f"max_seqlen_{side}", f"{what} {longest}, {holds}")
+        held = f"but cu_seqlens_{side} holds a sequence of {max(lengths)}"
+        raise InvalidInputError(who or f"max_seqlen_{side}", f"{what} {longest}, {held}")
     return lengths
 
 

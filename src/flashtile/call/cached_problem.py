@@ -60,8 +60,8 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
         score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, None, functions.get("score")),
         mask_mod=MaskMod(
             o.band, False, t.tree_mask is not None, t.causal is not None, t.row_keys is not None,
-            t.key_rows is not None, o.mirrored, any(x is not None and holds(x.shape[1] > 1) for x in (t.row_keys, t.key_rows)),
-            (), functions.get("mask"),
+            t.key_rows is not None, o.mirrored,
+            any(x is not None and holds(x.shape[1] > 1) for x in (t.row_keys, t.key_rows)), (), functions.get("mask"),
         ),
         rotary_interleaved=o.rotary_interleaved, **own,
     )  # fmt: skip

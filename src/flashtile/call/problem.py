@@ -7,7 +7,6 @@ costs no synchronisation. Everything below this layer may assume valid arguments
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from torch import Tensor
 from flashtile.call.arguments import DTYPES as DTYPES
 from flashtile.call.arguments import TENSORS, Grads, Options, differentiable, grads_of
 from flashtile.call.arguments import Tensors as Tensors
-from flashtile.call.axes import Axes, checked_kinds, is_aligned, is_packed, packed_lengths
+from flashtile.call.axes import Axes, checked_kinds, is_aligned, is_packed, packed_lengths, warn_of_heads_first
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band, Origin
 from flashtile.core.sizes import holds
@@ -245,6 +244,7 @@ class Problem:
         """
         t, o, sizes = tensors, options, _check_tensors(tensors, options)
         bias = None if t.attn_bias is None else t.attn_bias.dtype
+        by_head = t.row_keys, t.key_rows, t.row_blocks
         functions: dict[str, ModKey] = {}
         if o.mods or t.operands is not None:
             from flashtile.call.functions import keys_of  # what few programs need is not loaded by all
@@ -255,7 +255,7 @@ class Problem:
             score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, bias, functions.get("score")),
             mask_mod=MaskMod(
                 o.band, t.attn_mask is not None, False, False, t.row_keys is not None, t.key_rows is not None,
-                o.mirrored, any(x is not None and holds(x.shape[1] > 1) for x in (t.row_keys, t.key_rows, t.row_blocks)),
+                o.mirrored, any(x is not None and holds(x.shape[1] > 1) for x in by_head),
                 o.listed, functions.get("mask"),
             ),
             origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
@@ -321,22 +321,6 @@ def described(**values: Any) -> Problem:
     return _NOTHING.but(**values)
 
 
-# No model has more heads, and none that had them would attend to so few rows and keys.
-_MOST_HEADS, _FEW_ROWS = 128, 128
-_warned = False
-
-
-def _warn_of_heads_first(shape: tuple[int, ...], of_k: tuple[int, ...]) -> None:
-    """Once in a process, of sizes that are numbers: no guard of a traced call may follow from a warning."""
-    global _warned
-    if _warned or any(type(n) is not int for n in (*shape[1:3], of_k[1])):
-        return
-    if max(shape[1], of_k[1]) <= _FEW_ROWS and shape[2] > _MOST_HEADS:
-        _warned = True
-        read = f"q of shape {tuple(shape)} is read as (batch, seqlen, heads, head_dim), so as {shape[2]} heads"
-        warnings.warn(f"{read} of {shape[1]} rows; if heads come before rows, give q.transpose(1, 2)", stacklevel=2)
-
-
 def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     """Checks dtypes, devices and shapes; returns sizes by axis name."""
     rows, axes = checked_kinds(t, TENSORS), Axes({"batch seqlen": "total"} if is_packed(t) else {})
@@ -359,7 +343,7 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
         for axis, block in zip("qk", options.listed[:2], strict=True):
             axes.fix("block_mask", f"blocks_{axis}", -(-axes.sizes[f"seqlen_{axis}"] // block))
     if not packed:
-        _warn_of_heads_first(t.q.shape, t.k.shape)
+        warn_of_heads_first(t.q.shape, t.k.shape)
     axes.bind_all(rows)
     return axes.sizes
 

@@ -16,6 +16,7 @@ from flashtile.call.arguments import Options, Tensors, grads_of, read
 from flashtile.compat import _kvcache, _s_dmask
 from flashtile.compat._arguments import bound, length, names, refuse
 from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.ops import dropout
 from flashtile.ops import operators as ops
 
 __all__ = [
@@ -227,7 +228,7 @@ def _forward(tensors: Tensors, options: Options, return_softmax: bool) -> tuple[
         return _s_dmask.attention(tensors, options)
     q = tensors.q
     if options.dropout_p > 0:
-        rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
+        rng_state = dropout.drawn(q)
         tensors = dataclasses.replace(tensors, rng_state=rng_state)
     else:
         rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)

@@ -18,6 +18,7 @@ from flashtile.call.arguments import Grads, Options, Tensors
 from flashtile.call.problem import Problem
 from flashtile.call.rotary import row_positions
 from flashtile.core import philox
+from flashtile.ops import dropout
 from flashtile.ops import operators as ops
 
 # flash-attn scales each block of keys by the largest score of this block and all later ones. Here a row is one block.
@@ -30,7 +31,7 @@ def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tenso
     Returns:
         out and lse as in ``ops.attention``, S_dmask as in ``s_dmask``, and the ``(2,)`` int64 state of dropout.
     """
-    rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=tensors.q.device)
+    rng_state = dropout.drawn(tensors.q)
     tensors = dataclasses.replace(tensors, rng_state=rng_state)
     out, lse = ops.attention(tensors, options)
     return out, lse, s_dmask(tensors, options), rng_state

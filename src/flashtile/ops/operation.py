@@ -134,6 +134,7 @@ class Operation(Generic[T, S]):
         )
         named = enumerate(self.option_rows.items(), len(self.rows))
         self.lengths = [(n, name) for n, (name, row) in named if row.schema == "SymInt?"]
+        self.lists = {name for name, row in self.option_rows.items() if row.schema.endswith("[]?")}
         self.key_of = self.key or self._layouts
 
     def define(
@@ -189,8 +190,16 @@ class Operation(Generic[T, S]):
             self.option_rows[name].check(name, args[n])
         tensors = (tuple(x) if isinstance(x, list) else x for x in args[: len(self.rows)])
         named = zip(self.option_rows, args[len(self.rows) :], strict=True)
-        plain = (grads_of(name, x) if name == "grads" else tuple(x) if isinstance(x, list) else x for name, x in named)
-        return self.tensors(*tensors), self.options(*plain)
+        lists = self.lists  # AOTInductor makes None of an empty list
+        plain = (
+            x if type(x) is not list and name not in lists else grads_of(name, x) if name == "grads" else tuple(x or ())
+            for name, x in named
+        )
+        t, o = self.tensors(*tensors), self.options(*plain)
+        if getattr(o, "mods", ()):
+            record: Any = t
+            record.operands, record.numbers = record.operands or (), record.numbers or ()
+        return t, o
 
     def _layouts(self, t: T, o: S) -> tuple[Any, ...]:
         return o, settings.BACKEND.raw(), *[None if x is None else plans.layout(x) for x in self._single(t)]

@@ -72,12 +72,28 @@ class _Underivable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, below: _Below, what: str, *args: Any) -> Any:
-        ctx.what = what
+        ctx.what, ctx.likes = what, [(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in args]
         return below(*args)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise UnsupportedError(_SECOND.format(ctx.what))
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
+            raise UnsupportedError(_SECOND.format(ctx.what))
+        # AOTAutograd traces the backward of all outputs, also of those that are detached: their gradients will be 0.
+        zero = torch.ops.flashtile.no_derivative(grads, ctx.what)
+        wanted = zip(ctx.likes, ctx.needs_input_grad[2:], strict=True)
+        return (
+            None,
+            None,
+            *(zero.to(like[1]).expand(like[0]) if like and is_wanted else None for like, is_wanted in wanted),
+        )
+
+
+def _no_derivative(grads: list[Tensor], what: str) -> Tensor:
+    """A zero, the gradient of what has none where all that arrives is 0."""
+    if any(bool(x.any()) for x in grads):
+        raise UnsupportedError(_SECOND.format(what))
+    return grads[0].new_zeros((), dtype=torch.float32)
 
 
 # Function.apply would look for functorch's own way of nesting, which the dispatcher already provides.
@@ -258,3 +274,10 @@ def register() -> None:
     for operator, kernel in kernels.items():
         LIBRARY.impl(operator.name, kernel, "Autograd", with_keyset=True)
         torch.library.register_vmap(f"flashtile::{operator.name}", _vmap(operator), lib=LIBRARY)
+    # It looks at values, so no CUDA graph may hold it.
+    LIBRARY.define("no_derivative(Tensor[] grads, str what) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl("no_derivative", _no_derivative, device)
+    torch.library.register_fake(
+        "flashtile::no_derivative", lambda grads, what: grads[0].new_empty((), dtype=torch.float32), lib=LIBRARY
+    )
