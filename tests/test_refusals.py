@@ -170,7 +170,7 @@ def test_says_which_ranks_and_which_view() -> None:
         BAD["slopes of rank 4"][1]()
     with pytest.raises(InvalidInputError, match=r"give attn_mask\[:, None, None, :\]$"):
         BAD["mask by batch and key"][1]()
-    with pytest.raises(InvalidInputError, match=r"^attn_mask: .*give attn_mask\.view\(2, 4, 1, 7\)$"):
+    with pytest.raises(InvalidInputError, match=r"^attn_mask: .*give attn_mask\.view\(2, 4, 1, 7\), where True keeps$"):
         call(attn_mask=torch.ones(8, 1, 7, dtype=torch.bool))()
     with pytest.raises(InvalidInputError, match=r"^attn_bias: .*give attn_bias\[:, None\]$"):
         call(attn_bias=torch.ones(2, 5, 7))()

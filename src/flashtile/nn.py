@@ -178,8 +178,8 @@ class MultiheadAttention(nn.Module):
             max_seqlen_context: The longest length, if known.
 
         Returns:
-            The output alone, like x: ``(batch, seqlen, embed_dim)`` or ``(total, embed_dim)``. With value, as torch's
-            module is called, it refuses to be unpacked or indexed with 0 or 1, as that one's pair is.
+            The output alone, like x. Called with value, as torch's module is, it refuses to be taken for a pair: no
+            unpacking, and no index 0 or 1.
 
         Raises:
             InvalidInputError: Naming the argument that is wrong.
@@ -217,13 +217,10 @@ class MultiheadAttention(nn.Module):
                 lengths = (cu_seqlens, cu_seqlens_context, max_seqlen, max_seqlen_context)
                 out = attention_varlen(q, k, v, *lengths, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
         except InvalidInputError as error:
-            if error.argument == "attn_mask":
-                error.message += "; True keeps, where it hides in torch's module"
             named = {} if itself else {**_CONTEXT_NAMES, "v": "context" if value is None else "value"}
             raise error.renamed({**_OWN_NAMES, **named}) from None
         found: Tensor = self.out_proj(out.flatten(-2))
-        if not self.batch_first and found.dim() == 3:
-            found = found.transpose(0, 1)
+        found = found if self.batch_first or found.dim() == 2 else found.transpose(0, 1)
         return Alone.of(found) if like_torchs else found
 
     if TYPE_CHECKING:

@@ -96,7 +96,8 @@ class Axes:
                     must += f"; if it is by batch and key, give {argument}[:, None, None, :]"
                 if axis == "num_heads_q" and size == self.sizes["batch"] * self.sizes[axis]:
                     rows = ", ".join(map(str, (self.sizes["batch"], self.sizes[axis], *tensor.shape[-2:])))
-                    must += f"; if it is by batch and head, give {argument}.view({rows})"
+                    keeps = ", where True keeps" * (argument == "attn_mask")
+                    must += f"; if it is by batch and head, give {argument}.view({rows}){keeps}"
                 elif axis == "num_heads_q" and size == self.sizes["batch"]:
                     must += f"; if it is by batch, give {argument}[:, None]"
                 raise InvalidInputError(argument, f"{axis} is {size}, {must}")

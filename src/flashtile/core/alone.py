@@ -17,7 +17,7 @@ class Alone(Tensor):
     operations make of it are plain tensors, and so are its copies and what is loaded of it.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(x: Tensor) -> Tensor:
@@ -33,8 +33,8 @@ class Alone(Tensor):
             raise self._refusal(f"Sample {index} is out[{index}, ...]")
         return super().__getitem__(index)
 
-    def __repr__(self, **keywords: Any) -> str:
-        return self.as_subclass(Tensor).__repr__(**keywords)
+    def __repr__(self) -> str:
+        return repr(self.as_subclass(Tensor))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
