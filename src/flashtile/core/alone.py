@@ -33,7 +33,7 @@ class Alone(Tensor):
             raise self._refusal(f"Sample {index} is out[{index}, ...]")
         return super().__getitem__(index)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.as_subclass(Tensor))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
