@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -108,6 +109,64 @@ def test_the_forward_is_the_same_alone_and_in_any_batch(kwargs: dict, dtype: tor
     lengths = torch.arange(6, dtype=torch.int32) * 67
     packed = flashtile.attention_varlen(*(x.flatten(0, 1) for x in (q, k, v)), lengths, lengths, **kwargs)
     assert torch.equal(packed.view_as(whole), whole)
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+_LOW = torch.finfo(torch.float32).min
+
+
+@pytest.mark.usefixtures("four_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 60), (8, 8), (31, 31), (49, 30)], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "mask", "bias", "softcap", "nan"])
+def test_many_short_sequences_have_the_bits_that_each_has_alone(
+    kind: str, lengths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Computed at once, by however many threads; some of them with a NaN or with scores that are large."""
+    make = torch.Generator().manual_seed(3)
+    rows, keys = lengths
+    q, k, v = (torch.randn(150, n, 3, 16, generator=make).to(dtype) for n in (rows, keys, keys))
+    keep, bias = torch.rand(150, 1, rows, keys, generator=make) < 0.7, torch.randn(150, 3, 1, keys, generator=make)
+    keep[5], bias[7] = False, _LOW
+    if kind == "nan":
+        k[9, keys - 1, 1], v[11, 0, 1, 2] = torch.nan, torch.inf
+    given = {"plain": {}, "bias": {"attn_bias": bias}, "softcap": {"softcap": 5.0}}.get(kind, {"attn_mask": keep})
+    whole = flashtile.attention(q, k, v, causal=True, return_lse=True, **given)
+    for b in (0, 5, 7, 9, 11, 149):
+        own = {name: x[b : b + 1] if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        alone = flashtile.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], causal=True, return_lse=True, **own)
+        for want, got in zip(alone, whole, strict=True):
+            assert torch.equal(want[0].nan_to_num(7.0), got[b].nan_to_num(7.0)), b
+    bounds = [torch.arange(151, dtype=torch.int32) * n for n in lengths]
+    packed = flashtile.attention_varlen(
+        *(x.flatten(0, 1) for x in (q, k, v)), *bounds, rows, keys, causal=True, return_lse=True, **given
+    )
+    assert torch.equal(packed[0].view_as(whole[0]).nan_to_num(7.0), whole[0].nan_to_num(7.0))
+    assert torch.equal(packed[1].view(3, 150, rows).transpose(0, 1).nan_to_num(7.0), whole[1].nan_to_num(7.0))
+
+
+def test_short_sequences_are_computed_at_once() -> None:
+    """Products of scores are few, whatever is added to them; the peak is that of a slice."""
+    q = torch.randn(600, 8, 2, 16, requires_grad=True)
+    flat, bounds = q.flatten(0, 1), torch.arange(601, dtype=torch.int32) * 8
+    keep, table = torch.rand(600, 1, 1, 8) < 0.7, torch.randn(1, 2, 8, 8)
+    for given in ({}, {"attn_mask": keep}, {"attn_bias": table}, {"dropout_p": 0.1}, {"softcap": 2.0, "causal": True}):
+        for packed in (False, True):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+                if packed:
+                    out = flashtile.attention_varlen(flat, flat, flat, bounds, bounds, 8, 8, **given)
+                else:
+                    out = flashtile.attention(q, q, q, **given)
+                torch.autograd.grad(out.sum(), q)
+            names = [event.name for event in found.events()]
+            assert sum("flash_attention_for_cpu" in name or name == "aten::bmm" for name in names) < 40, (given, packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

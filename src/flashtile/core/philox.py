@@ -60,8 +60,11 @@ def words(cipher: list[Tensor], rows: Tensor, keys: Tensor) -> list[Tensor]:
     """
     key, a, b = cipher[0], cipher[1] ^ rows, cipher[2] ^ keys
     for _ in range(ROUNDS):
-        product = a * _MULTIPLY
-        a, b = (product >> 32) & _MASK ^ key ^ b, product & _MASK
+        low, high = a * _MULTIPLY, b
+        a = (low >> 32).bitwise_and_(_MASK).bitwise_xor_(key)
+        # In place where the first round has made it of all counters.
+        a = a.bitwise_xor_(high) if a.shape == high.shape else a ^ high
+        b = low.bitwise_and_(_MASK)
         key = (key + _WEYL_A) & _MASK
     return [a, b]
 
@@ -97,10 +100,11 @@ def keep(
     device = rng_state.device
     sequences = torch.arange(batch.start, batch.stop, device=device)
     heads = sequences[:, None, None, None] * num_heads_q + torch.arange(num_heads_q, device=device)[:, None, None]
+    if origin is None:
+        return _keep_all(rng_state, threshold(dropout_p), heads, rows, keys)
     row, key = torch.arange(*rows, device=device), torch.arange(*keys, device=device)
-    if origin is not None:
-        heads = heads + (origin.head - batch.start * num_heads_q)
-        row, key = origin.row + origin.row_step * row, origin.key + origin.key_step * key
+    heads = heads + (origin.head - batch.start * num_heads_q)
+    row, key = origin.row + origin.row_step * row, origin.key + origin.key_step * key
     # Each counter once.
     own_rows, at_row = torch.unique(without_8(row), return_inverse=True)
     own_keys, at_key = torch.unique(without_8(key), return_inverse=True)
@@ -108,3 +112,24 @@ def keep(
     halves = [torch.stack([word & 0xFFFF, word >> 16], dim=-1) >= limit for word in found]
     kept = torch.stack(halves, dim=3).flatten(2, 3).flatten(-2)
     return kept[..., 2 * at_row + row // 8 % 2, :][..., 2 * at_key + key // 8 % 2]
+
+
+def _keep_all(rng_state: Tensor, limit: int, heads: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+    """``keep`` of rows and keys that follow one another: counters are a rectangle, and their halves go by views."""
+    if rows[0] == rows[1] or keys[0] == keys[1]:
+        return heads.new_zeros(*heads.shape[:2], rows[1] - rows[0], keys[1] - keys[0], dtype=torch.bool)
+    # In sixteens, of which half are counters, from the one that has the first.
+    firsts = rows[0] // 16, keys[0] // 16
+    counts = [-(-stop // 16) - first for (_, stop), first in zip((rows, keys), firsts, strict=True)]
+    used = [8 * count - max(0, 7 - (stop - 1) % 16) for (_, stop), count in zip((rows, keys), counts, strict=True)]
+    places = [8 * first + torch.arange(n, device=rng_state.device) for first, n in zip(firsts, used, strict=True)]
+    found = words(ciphers(rng_state, heads), places[0][:, None], places[1])
+    kept = torch.zeros(*heads.shape[:2], 2, 2, 8 * counts[0], 8 * counts[1], dtype=torch.bool, device=rng_state.device)
+    for n, word in enumerate(found):
+        kept[:, :, n, 0, : used[0], : used[1]] = (word & 0xFFFF) >= limit
+        kept[:, :, n, 1, : used[0], : used[1]] = word.bitwise_right_shift_(16) >= limit
+    # Eight keys' bytes move at once.
+    whole = kept.view(torch.int64).unflatten(-2, (-1, 8)).permute(0, 1, 4, 2, 5, 6, 3)
+    whole = whole.reshape(*heads.shape[:2], 16 * counts[0], 2 * counts[1]).view(torch.bool)
+    start, first = rows[0] - 16 * firsts[0], keys[0] - 16 * firsts[1]
+    return whole[..., start : start + rows[1] - rows[0], first : first + keys[1] - keys[0]]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu import forward as cpu_forward
-from flashtile.backends.cpu.paths import Path, has_large, kernel_fits, paths
+from flashtile.backends.cpu.paths import Path, are_large, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.call.backend import Gradients
 from flashtile.call.functions import score_function
@@ -48,7 +48,11 @@ class _Rows:
     def probs(self, scores: Tensor, span: slice) -> Tensor:
         """The probabilities of some rows' scores."""
         apart = scores - self.lse[:, :, span, None]
-        return torch.exp(apart if self.rest is None else apart - self.rest[:, :, span, None])
+        return (apart if self.rest is None else apart.sub_(self.rest[:, :, span, None])).exp_()
+
+    def are_large(self, rectangle: Rectangle) -> bool:
+        """Whether PyTorch's kernel, which takes lse in one number, would be wrong about some row."""
+        return self.rest is not None and bool(are_large(self.lse[:, :, slice(*rectangle.rows)]).any())
 
     @cached_property
     def delta(self) -> Tensor:
@@ -97,7 +101,7 @@ def backward(
         if not any(grads[:4]) and not grads.operands:
             continue
         whole = path.whole() if totals is None else None
-        if whole is not None:
+        if whole is not None and path.kernel and not rows.are_large(whole):
             shares = _kernel_shares(problem, seq, rows, whole)
             found = (x.transpose(1, 2).to(problem.grad_dtype).contiguous() for x in shares)
             dq, dk, dv = (x if wanted else None for x, wanted in zip(found, grads, strict=False))
@@ -105,7 +109,7 @@ def backward(
         totals = totals or _totals(problem, t)
         for block in path.blocks:
             # PyTorch's kernel knows of lse in one number.
-            by_tiles = not path.kernel or (rows.rest is not None and has_large(rows.lse[:, :, slice(*block[0].rows)]))
+            by_tiles = not path.kernel or rows.are_large(block[0])
             for rectangle in block:
                 if not by_tiles:
                     _add_kernel_shares(problem, seq, rows, rectangle, totals)
@@ -187,8 +191,8 @@ def _add_tile_shares(
     seq = path.seq
     span, keys = slice(*rectangle.rows), slice(*rectangle.keys)
     s = tiles.scores(problem, tensors, seq, rectangle, derivative=True)
-    q, k, v = tiles.operands(problem, seq, rectangle)
-    dout = rows.dout[:, :, span].to(q.dtype)
+    q, k, v = s.operands
+    dout = rows.dout[:, :, span].to(q.dtype).contiguous()
     probs = rows.probs(s.final, span)
     if sums.dv is not None:
         kept = probs if s.dropout is None else probs * s.dropout
@@ -197,7 +201,7 @@ def _add_tile_shares(
         return
     dprobs = tiles.per_query_head(tiles.per_key_head(dout, problem) @ v.transpose(-1, -2), problem)
     if s.dropout is not None:
-        dprobs = dprobs * s.dropout
+        dprobs = dprobs.mul_(s.dropout)
     delta = rows.delta[:, :, span]
     if whole_rows and (problem.grad_dtype != problem.lse_dtype or sums.doperands):
         # delta from the probabilities of the whole row, more accurate than from out, which was rounded to its dtype.
@@ -205,7 +209,7 @@ def _add_tile_shares(
         # whole rows has a gradient that cancels to 0.
         delta = (probs * dprobs).sum(dim=-1)
         delta = delta if rows.dlse is None else delta - rows.dlse[:, :, span]
-    dscores = probs * (dprobs - delta[..., None])
+    dscores = dprobs.sub_(delta[..., None]).mul_(probs)
     if sums.dbias is not None and seq.bias is not None:
         _add_reduced(sums.dbias[seq.bias_place], dscores, rectangle)
     if s.cap_slope is not None:
@@ -218,9 +222,9 @@ def _add_tile_shares(
         if s.mod_slope is not None:
             dscores = torch.where(kept, dscores * s.mod_slope, 0.0)
     if sums.dq is not None:
-        seq.view(sums.dq)[:, :, span] += tiles.weighted_sum(problem, dscores, k) * problem.softmax_scale
+        seq.view(sums.dq)[:, :, span].add_(tiles.weighted_sum(problem, dscores, k), alpha=problem.softmax_scale)
     if sums.dk is not None:
-        seq.key_view(sums.dk)[:, :, keys] += _per_key(problem, dscores, q) * problem.softmax_scale
+        seq.key_view(sums.dk)[:, :, keys].add_(_per_key(problem, dscores, q), alpha=problem.softmax_scale)
 
 
 def _add_partials(

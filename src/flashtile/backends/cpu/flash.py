@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from flashtile.backends.cpu import plan
+
+# Of fewer rows a thread's scratch memory may be no multiple of a cache line; then the rounding of matrix products
+# depends on which thread computes them, and a result on the number of sequences in the call.
+FEW_ROWS = 32
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -37,12 +45,38 @@ def forward(
     Returns:
         out ``(batch, num_heads_q, rows, head_dim)`` and lse ``(batch, num_heads_q, rows)``, (0, -inf) for empty rows.
     """
-    out, lse = _FORWARD(q, k, v, 0.0, triangle, attn_mask=bias, scale=softmax_scale)
+    rows = q.shape[2]
+    if rows < FEW_ROWS and torch.get_num_threads() > 1 and (more := -rows % _row_multiple(q, k)):
+        # One row's bias serves all.
+        bias = bias if bias is None or bias.shape[2] == 1 else functional.pad(bias, (0, 0, 0, more))
+        out, lse = _FORWARD(
+            functional.pad(q, (0, 0, 0, more)), k, v, 0.0, triangle, attn_mask=bias, scale=softmax_scale
+        )
+        out, lse = out[:, :, :rows], lse[:, :, :rows]
+        bias = bias if bias is None or bias.shape[2] == 1 else bias[:, :, :rows]
+    else:
+        out, lse = _FORWARD(q, k, v, 0.0, triangle, attn_mask=bias, scale=softmax_scale)
     if bias is None or not has_empty_rows:
         return out, lse
     # The kernel writes lse 0 for a row whose biases are all -inf.
     empty = (bias == -torch.inf).all(dim=-1)
-    return torch.where(empty[..., None], 0.0, out), torch.where(empty, -torch.inf, lse)
+    if not empty.any():
+        return out, lse
+    # Its out is 0 there, but for 0 times what is not finite.
+    out = out if plan.all_finite(v) else out.masked_fill_(empty[..., None], 0.0)
+    return out, torch.where(empty, -torch.inf, lse)
+
+
+def _row_multiple(q: Tensor, k: Tensor) -> int:
+    """A number whose multiples make each thread's scratch memory, of a call with ``FEW_ROWS``, one of cache lines.
+
+    It holds scores, two numbers and an output for each row, and 16-bit floats' probabilities in their dtype.
+    """
+    keys, head_dim = min(k.shape[2], 512), q.shape[3]
+    numbers = 16 if q.dtype != torch.float64 else 8
+    if q.dtype not in (torch.float32, torch.float64):
+        return 2 * numbers
+    return numbers // math.gcd(numbers, keys + 2 + head_dim)
 
 
 def backward(

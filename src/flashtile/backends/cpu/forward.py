@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import flash, plan, tiles
-from flashtile.backends.cpu.paths import Path, adds_tiles, has_large, kernel_fits, paths
+from flashtile.backends.cpu.paths import Path, adds_tiles, are_large, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import states
@@ -39,9 +39,12 @@ def _forward(problem: Problem, tensors: Tensors, first: int) -> State:
     state: State | None = None
     for path in paths(problem, tensors, kernel_fits(problem), keep_local=True, first=first):
         whole = path.whole()
-        if whole is not None and tensors.sinks is None:
-            out, lse = _kernel_state(problem, path.seq, whole)
-            return out.transpose(1, 2).contiguous(), lse.contiguous()
+        if whole is not None:
+            out, lse = _row_block(problem, tensors, path, [whole])
+            out, lse = out.to(q.dtype).transpose(1, 2).contiguous(), lse.contiguous()
+            if tensors.sinks is not None:
+                add_sinks(out.transpose(1, 2), lse, tensors.sinks)
+            return out, lse
         state = state or _empty_state(problem, q)
         out_rows, lse_rows = path.seq.view(state[0]), path.seq.lse_view(state[1])
         for block in path.blocks:
@@ -72,9 +75,17 @@ def _row_block(problem: Problem, tensors: Tensors, path: Path, block: list[Recta
             part = tiles.forward(problem, tensors, path.seq, rectangle)
         state = part if state is None else states.merge(*state, *part)
     assert state is not None
-    if path.kernel and problem.large_scores and has_large(state[1][..., 0]):
-        return _row_block(problem, tensors, dataclasses.replace(path, kernel=False), block)
-    return state
+    if not (path.kernel and path.seq.has_tile_bias):
+        return state
+    lse = state[1][..., 0] if problem.large_scores else state[1]
+    is_wrong = lse.isnan() | are_large(lse) if problem.large_scores else lse.isnan()
+    if not is_wrong.any():
+        return state
+    by_tiles = _row_block(problem, tensors, dataclasses.replace(path, kernel=False), block)
+    # Each sequence as it would be alone.
+    each = is_wrong.flatten(1).any(dim=1)
+    out, lse = (torch.where(each.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(by_tiles, state, strict=True))
+    return out, lse
 
 
 def _kernel_state(problem: Problem, seq: Sequence, rectangle: Rectangle) -> State:

@@ -44,7 +44,7 @@ def _tiled(given: _Tangents, out: Tensor, lse: Tensor, tensors: Tensors, problem
     dout, dlse = out.new_zeros(out.shape, dtype=dtype), torch.zeros_like(parts[..., 0])
     parts = torch.where(parts == -torch.inf, torch.inf, parts)  # makes the probabilities of an empty row 0
     tile_rows = plan.tile_rows(problem.num_heads_q * (1 if problem.varlen else max(1, problem.batch)))
-    for seq in plan.sequences(problem, tensors, one_by_one=False):
+    for seq in plan.sequences(problem, tensors, lambda rows, keys: 1 if problem.varlen else problem.batch):
         sums = seq.view(dout), seq.lse_view(dlse)
         for block in plan.blocks_of(problem.band, seq, tile_rows=tile_rows):
             for rectangle in block:

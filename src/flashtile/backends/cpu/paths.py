@@ -1,7 +1,8 @@
-"""How each sequence of a call is computed: by PyTorch's kernel or by tiles, the batch at once or one by one."""
+"""How each sequence of a call is computed: by PyTorch's kernel or by tiles, and how many at once."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,10 +12,10 @@ from torch import Tensor
 from flashtile.backends.cpu import plan
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.call.problem import Problem, Tensors
+from flashtile.core.masks import Band
 
-# Below this many rows the kernel's scratch memory is not a multiple of a cache line, and the rounding of its matrix
-# products depends on where a thread's part begins, so results would depend on the number of sequences in the call.
-FEW_ROWS = 32
+# Scores of several sequences at once, few enough for a core's cache; and of PyTorch's kernel what is added to them.
+MANY_NUMBERS, ADDED_NUMBERS = 2**18, 2**22
 # Below this many keys the kernel treats a row whose scores are all NaN as one without keys.
 FEW_KEYS = 16
 # Beyond this the kernel's lse, in one number, is off by more than 2**-15, and so are the shares that it gives.
@@ -26,7 +27,7 @@ class Path:
     """A sequence and how it is computed.
 
     Attributes:
-        seq: The sequence, or the whole dense batch.
+        seq: The sequence, or several at once.
         blocks: Blocks of rows, each as its rectangles.
         kernel: Whether PyTorch's kernel computes it; else tiles.
     """
@@ -36,13 +37,12 @@ class Path:
     kernel: bool
 
     def whole(self) -> Rectangle | None:
-        """The rectangle, if it is the only one and covers a whole dense call."""
+        """The rectangle, if it is the only one and covers all scores of a whole dense call."""
         rectangles = self.blocks[0] if len(self.blocks) == 1 else []
         everything = (0, self.seq.seqlen_q), (0, self.seq.seqlen_k)
         if len(rectangles) != 1 or (rectangles[0].rows, rectangles[0].keys) != everything:
             return None
-        alone = self.seq.place == (slice(None),)
-        return rectangles[0] if self.kernel and alone and not self.seq.has_tile_bias else None
+        return rectangles[0] if self.seq.place == (slice(None),) else None
 
 
 def kernel_fits(problem: Problem) -> bool:
@@ -56,9 +56,10 @@ def kernel_fits(problem: Problem) -> bool:
     return plain and problem.head_dim == problem.head_dim_v
 
 
-def has_large(lse: Tensor) -> bool:
-    """Whether some row's scores are so large that PyTorch's kernel cannot hold their lse; of rows with keys."""
-    return bool(((lse.abs() > LARGE_LSE) & (lse.abs() != torch.inf)).any())
+def are_large(lse: Tensor) -> Tensor:
+    """Which rows' scores are so large that PyTorch's kernel cannot hold their lse; of rows with keys."""
+    size = lse.abs()
+    return (size > LARGE_LSE) & (size != torch.inf)
 
 
 def adds_tiles(problem: Problem) -> bool:
@@ -67,9 +68,28 @@ def adds_tiles(problem: Problem) -> bool:
     return has_tensor or problem.mask_function is not None or problem.listed != ()
 
 
-def one_by_one(problem: Problem, kernel: bool) -> bool:
-    """Whether a dense batch is computed one sequence at a time: to bound tiles, or for ``FEW_ROWS``."""
-    return problem.batch > 1 and (not kernel or adds_tiles(problem) or problem.seqlen_q < FEW_ROWS)
+def at_once(problem: Problem, tensors: Tensors, kernel: bool, rows: int, keys: int) -> int:
+    """How many sequences of so many rows and keys are computed at once, so that tiles stay bounded.
+
+    Each is computed as it would be alone: what depends on its contents, as where intervals and lists cut rectangles,
+    is decided for one at a time.
+    """
+    t = tensors
+    if kernel and not adds_tiles(problem):
+        return problem.batch
+    if problem.intervals or problem.listed or problem.origins:
+        return 1
+    if rows >= plan.tile_rows(problem.num_heads_q) + plan.SHORTEST_ROWS or keys > plan.TILE_KEYS:
+        return 1
+    numbers = problem.num_heads_q * max(rows * keys, 1)
+    if not kernel:
+        return MANY_NUMBERS // numbers
+    added = [plan.four_dimensional(x).shape[:2] for x in (t.attn_mask, t.attn_bias) if x is not None]
+    slopes_differ = t.alibi_slopes is not None and t.alibi_slopes.dim() == 2
+    by_head = t.alibi_slopes is not None or problem.mask_function is not None or any(heads > 1 for _, heads in added)
+    if not slopes_differ and problem.mask_function is None and all(batch == 1 for batch, _ in added):
+        return problem.batch
+    return ADDED_NUMBERS // (numbers if by_head else max(rows * keys, 1))
 
 
 def paths(
@@ -87,25 +107,38 @@ def paths(
     Yields:
         Paths; together they hold every row that keeps a key.
     """
-    for seq in plan.sequences(problem, tensors, one_by_one=one_by_one(problem, kernel), first=first):
-        path = _path(problem, seq, kernel, keep_local)
-        if path.kernel or not kernel or len(seq.batch) <= 1:
-            yield path
-            continue
-        for single in plan.sequences(problem, tensors, one_by_one=True, first=first):
-            yield _path(problem, single, kernel, keep_local)
+    checks = kernel and keep_local
+    is_finite = functools.cache(lambda: plan.all_finite(tensors.q, tensors.k))
+    tile_rows = plan.tile_rows(problem.num_heads_q)
+    added = adds_tiles(problem)
+
+    def most(rows: int, keys: int) -> int:
+        count = at_once(problem, tensors, kernel, rows, keys)
+        # How a sequence with a NaN is computed depends on what it contains.
+        is_odd = (
+            checks and count > 1 and _hides_nan(_blocks(problem.band, rows, keys, tile_rows if added else None), added)
+        )
+        return 1 if is_odd and not is_finite() else count
+
+    for seq in plan.sequences(problem, tensors, most, first):
+        blocks = list(plan.blocks_of(problem.band, seq, tile_rows=None if kernel and not added else tile_rows))
+        if not (checks and _hides_nan(blocks, added)) or is_finite() or plan.all_finite(seq.q, seq.k):
+            yield Path(seq, blocks, kernel)
+        else:
+            yield Path(seq, list(plan.blocks_of(problem.band, seq, tile_rows=tile_rows)), False)
 
 
-def _path(problem: Problem, seq: Sequence, kernel: bool, keep_local: bool) -> Path:
-    rows = plan.tile_rows(problem.num_heads_q)
-    tile_rows = rows if seq.has_tile_bias or not kernel else None
-    blocks = list(plan.blocks_of(problem.band, seq, tile_rows=tile_rows))
-    if not (kernel and keep_local):
-        return Path(seq, blocks, kernel)
+@functools.lru_cache(maxsize=64)
+def _blocks(band: Band, rows: int, keys: int, tile_rows: int | None) -> list[list[Rectangle]]:
+    return list(plan.row_blocks(band, rows, keys, tile_rows=tile_rows))
+
+
+def _hides_nan(blocks: list[list[Rectangle]], added: bool) -> bool:
+    """Whether PyTorch's kernel may lose a NaN among scores, or take it to rows that mask it without a sign of it.
+
+    It adds -inf where a pair is masked, and NaN plus -inf is NaN; tiles use a select. Where something is ``added`` to
+    the scores the forward looks for NaN in lse.
+    """
     rectangles = [rectangle for block in blocks for rectangle in block]
     few_keys = any(r.keys[1] - r.keys[0] < FEW_KEYS for r in rectangles)
-    # The kernel adds -inf where a pair is masked, and NaN plus -inf is NaN; tiles use a select.
-    added = seq.has_tile_bias or any(r.kind is Kind.EDGE for r in rectangles)
-    if (few_keys or added) and not plan.all_finite(seq.q, seq.k):
-        return Path(seq, list(plan.blocks_of(problem.band, seq, tile_rows=rows)), False)
-    return Path(seq, blocks, True)
+    return few_keys or (not added and any(r.kind is Kind.EDGE for r in rectangles))

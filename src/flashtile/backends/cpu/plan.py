@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from flashtile.backends.cpu import intervals
 from flashtile.backends.cpu import lists as block_lists
-from flashtile.backends.cpu.lists import Lists
-from flashtile.call.functions import Function, mask_function
-from flashtile.call.problem import Problem, Tensors
-from flashtile.core.masks import Band, Origin
+from flashtile.backends.cpu.sequences import Sequence as Sequence
+from flashtile.backends.cpu.sequences import four_dimensional as four_dimensional
+from flashtile.backends.cpu.sequences import sequences as sequences
+from flashtile.call.problem import Problem
+from flashtile.core.masks import Band
 
 # Named wherever a tensor is made: torch.set_default_device may say something else.
 _CPU = torch.device("cpu")
@@ -48,156 +49,6 @@ class Rectangle:
     rows: tuple[int, int]
     keys: tuple[int, int]
     kind: Kind
-
-
-@dataclass(frozen=True, eq=False)
-class Sequence:
-    """One dense problem: the whole batch of a dense call, one sequence of it, or one packed sequence.
-
-    Attributes:
-        batch: The indices of its sequences in the call.
-        place: Index of its rows in q, out and their gradients.
-        key_place: Index of its rows in k and v.
-        lse_place: Index of its rows in lse.
-        q: ``(batch, num_heads_q, seqlen_q, head_dim)`` view, like everything below.
-        k: ``(batch, num_heads_kv, seqlen_k, head_dim)``.
-        v: ``(batch, num_heads_kv, seqlen_k, head_dim_v)``.
-        slopes: ``(batch or 1, num_heads_q, 1, 1)`` or None.
-        mask: Four dimensions, each of size 1 or full, or None.
-        bias: Like mask.
-        bias_place: Index of bias in the caller's four-dimensional bias.
-        origin: Where a part lies in a longer sequence, or None.
-        row_keys: The keys that each row keeps, ``(batch or 1, heads or 1, seqlen_q or 1, 2)``, or None.
-        key_rows: The rows that keep each key, or None.
-        mask_mod: The user's function, or None.
-        lists: The blocks that are kept, or None for all.
-    """
-
-    batch: range
-    place: tuple[slice | int, ...]
-    key_place: tuple[slice | int, ...]
-    lse_place: tuple[slice | int, ...]
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    slopes: Tensor | None
-    mask: Tensor | None
-    bias: Tensor | None
-    bias_place: tuple[slice, ...]
-    origin: Origin | None = None
-    row_keys: Tensor | None = None
-    key_rows: Tensor | None = None
-    mask_mod: Function | None = None
-    lists: Lists | None = None
-
-    @property
-    def seqlen_q(self) -> int:
-        """Rows of scores."""
-        return self.q.shape[2]
-
-    @property
-    def seqlen_k(self) -> int:
-        """Columns of scores."""
-        return self.k.shape[2]
-
-    @property
-    def has_tile_bias(self) -> bool:
-        """Whether something besides the band is added to the scores."""
-        given = self.slopes, self.mask, self.bias, self.row_keys, self.key_rows, self.mask_mod, self.lists
-        return any(x is not None for x in given)
-
-    def view(self, tensor: Tensor) -> Tensor:
-        """The rows of a q-shaped or out-shaped tensor as ``(batch, num_heads_q, seqlen_q, ...)``."""
-        return _heads_first(tensor[self.place])
-
-    def key_view(self, tensor: Tensor) -> Tensor:
-        """The rows of a k-shaped or v-shaped tensor as ``(batch, num_heads_kv, seqlen_k, ...)``."""
-        return _heads_first(tensor[self.key_place])
-
-    def lse_view(self, lse: Tensor) -> Tensor:
-        """The rows of an lse-shaped tensor as ``(batch, num_heads_q, seqlen_q)``, then its parts if it has them."""
-        rows = lse[self.lse_place]
-        is_batch = len(self.lse_place) == 1 and isinstance(self.lse_place[0], slice)
-        return rows if is_batch else rows[None]
-
-
-def _heads_first(rows: Tensor) -> Tensor:
-    return (rows if rows.dim() == 4 else rows[None]).transpose(1, 2)
-
-
-def sequences(problem: Problem, tensors: Tensors, *, one_by_one: bool, first: int = 0) -> Iterator[Sequence]:
-    """The dense problems of a call; ``one_by_one`` also splits a dense batch; ``first``: as which its first counts."""
-    if problem.varlen:
-        assert tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None
-        bounds_q, bounds_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
-        origins = None if tensors.origins is None else tensors.origins.tolist()
-        for b in range(problem.batch):
-            rows, keys = slice(bounds_q[b], bounds_q[b + 1]), slice(bounds_k[b], bounds_k[b + 1])
-            seq = _sequence(problem, tensors, range(b, b + 1), (rows,), (keys,), (slice(None), rows))
-            yield seq if origins is None else replace(seq, origin=Origin(*origins[b]))
-    elif one_by_one:
-        for b in range(problem.batch):
-            yield _sequence(problem, tensors, range(b, b + 1), (b,), (b,), (b,), first)
-    else:
-        everything = (slice(None),)
-        yield _sequence(problem, tensors, range(problem.batch), everything, everything, everything, first)
-
-
-def _sequence(
-    problem: Problem,
-    t: Tensors,
-    batch: range,
-    place: tuple[slice | int, ...],
-    key_place: tuple[slice | int, ...],
-    lse_place: tuple[slice | int, ...],
-    first: int = 0,
-) -> Sequence:
-    q, k, v = _heads_first(t.q[place]), _heads_first(t.k[key_place]), _heads_first(t.v[key_place])
-    slopes = t.alibi_slopes
-    if slopes is not None:
-        slopes = slopes[batch.start : batch.stop] if slopes.dim() == 2 else slopes[None]
-        slopes = slopes[:, :, None, None]
-    mask, _ = _corner(t.attn_mask, batch, q.shape[2], k.shape[2])
-    bias, bias_place = _corner(t.attn_bias, batch, q.shape[2], k.shape[2])
-    # Where both say the same, rows' keys will do.
-    key_rows = None if problem.mask_mod.mirrored else t.key_rows
-    row_keys, key_rows = _first(t.row_keys, batch, q.shape[2]), _first(key_rows, batch, k.shape[2])
-    function, listed = mask_function(problem, t), None
-    if t.row_blocks is not None and t.row_items is not None:
-        rows, keys = problem.listed[:2]
-        listed = Lists(_of_batch(t.row_blocks, batch), t.row_items, (rows, keys))
-    counted = range(batch.start + first, batch.stop + first)
-    return Sequence(
-        counted, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, None, row_keys, key_rows,
-        function, listed,
-    )  # fmt: skip
-
-
-def _first(given: Tensor | None, batch: range, length: int) -> Tensor | None:
-    """The intervals of some sequences and of their first elements."""
-    if given is None:
-        return None
-    given = _of_batch(given, batch)
-    return given if given.shape[2] == 1 else given[:, :, :length]
-
-
-def _of_batch(given: Tensor, batch: range) -> Tensor:
-    return given if given.shape[0] == 1 else given[batch.start : batch.stop]
-
-
-def _corner(x: Tensor | None, batch: range, rows: int, keys: int) -> tuple[Tensor | None, tuple[slice, ...]]:
-    """A broadcast tensor's part for some sequences and the first rows and keys; broadcast dimensions stay 1."""
-    if x is None:
-        return None, ()
-    x = four_dimensional(x)
-    wanted = (slice(batch.start, batch.stop), slice(None), slice(0, rows), slice(0, keys))
-    place = tuple(slice(None) if size == 1 else want for size, want in zip(x.shape, wanted, strict=True))
-    return x[place], place
-
-
-def four_dimensional(x: Tensor) -> Tensor:
-    """A view with leading dimensions of size 1 up to four."""
-    return x[(None,) * (4 - x.dim())]
 
 
 def blocks_of(band: Band, seq: Sequence, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
@@ -309,17 +160,16 @@ def tile_bias(
 
 def selections(seq: Sequence, rectangle: Rectangle, dtype: torch.dtype) -> list[Tensor]:
     """What each mask but the band keeps of a rectangle; they broadcast to its scores."""
-    given = (
-        None if seq.mask is None else part(seq.mask, rectangle), intervals.within(seq, rectangle),
-        block_lists.within(seq, rectangle, pairs(seq, rectangle), dtype),
-    )  # fmt: skip
+    given = [None if seq.mask is None else part(seq.mask, rectangle), intervals.within(seq, rectangle)]
+    if seq.lists is not None or seq.mask_mod is not None:
+        given.append(block_lists.within(seq, rectangle, pairs(seq, rectangle), dtype))
     return [kept for kept in given if kept is not None]
 
 
 def pairs(seq: Sequence, rectangle: Rectangle) -> dict[str, Tensor]:
     """What functions of pairs take: b, h, i and j, which broadcast to a rectangle's scores."""
     device = seq.q.device
-    b = torch.tensor(list(seq.batch), device=device)[:, None, None, None]
+    b = torch.arange(seq.batch.start, seq.batch.stop, device=device)[:, None, None, None]
     h = torch.arange(seq.q.shape[1], device=device)[:, None, None]
     i, j = (torch.arange(*span, device=device) for span in (rectangle.rows, rectangle.keys))
     return {"b": b, "h": h, "i": i[:, None], "j": j}

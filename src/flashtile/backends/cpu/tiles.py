@@ -27,12 +27,14 @@ class Scores:
         cap_slope: Derivative of the softcap, None without one.
         dropout: Factor of each probability, 0 or 1/(1-p), None without dropout.
         mod_slope: Derivative of the user's function, None where it is 1 or there is none.
+        operands: The rectangle's rows of q, k and v.
         partials: Derivatives of that with respect to what it loads, in the order of ``Graph.partials``.
     """
 
     final: Tensor
     cap_slope: Tensor | None
     dropout: Tensor | None
+    operands: tuple[Tensor, Tensor, Tensor]
     mod_slope: Tensor | None = None
     partials: tuple[Tensor, ...] = ()
 
@@ -42,7 +44,7 @@ def scores(
 ) -> Scores:
     """Rules 1 to 5 and 26, and the dropout of rule 7, for one rectangle of one sequence; with ``derivative`` slopes."""
     dtype = problem.lse_dtype
-    q, k, _ = operands(problem, seq, rectangle)
+    q, k, v = (x.contiguous() for x in operands(problem, seq, rectangle))
     final = per_key_head(q, problem) @ k.transpose(-1, -2)
     final = per_query_head(final, problem).mul_(problem.softmax_scale)
     cap_slope, mod_slope = None, None
@@ -63,8 +65,8 @@ def scores(
         final = torch.where(bias == -torch.inf, -torch.inf, final + bias)
     factor = None
     if tensors.rng_state is not None:
-        factor = kept(problem, tensors.rng_state, seq, rectangle).to(dtype) / (1 - problem.dropout_p)
-    return Scores(final, cap_slope, factor, mod_slope, partials)
+        factor = kept(problem, tensors.rng_state, seq, rectangle).to(dtype).div_(1 - problem.dropout_p)
+    return Scores(final, cap_slope, factor, (q, k, v), mod_slope, partials)
 
 
 def modified(
@@ -94,7 +96,7 @@ def forward(problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectan
     With ``large_scores`` lse is ``states.in_parts``.
     """
     s = scores(problem, tensors, seq, rectangle)
-    _, _, v = operands(problem, seq, rectangle)
+    v = s.operands[2]
     if problem.large_scores:
         top = s.final.amax(dim=-1)
         probs = torch.exp(s.final - torch.where(top == -torch.inf, 0.0, top)[..., None])
