@@ -152,6 +152,31 @@ def test_many_short_sequences_have_the_bits_that_each_has_alone(
     assert torch.equal(packed[1].view(3, 150, rows).transpose(0, 1).nan_to_num(7.0), whole[1].nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_short_sequences_of_all_lengths_are_those_alone(causal: bool) -> None:
+    """Out, lse and gradients, however they are ordered in between; rows of no sequence come last."""
+    make = torch.Generator().manual_seed(6)
+    lengths = torch.randint(0, 9, (2, 90), generator=make) % torch.tensor([[9], [4]])
+    bounds = torch.nn.functional.pad(lengths.cumsum(1), (1, 0)).int()
+    q, k, v = (torch.randn(int(bounds[n, -1]) + 3, 2, 16, generator=make).requires_grad_() for n in (0, 1, 1))
+    given = {"causal": causal, "return_lse": True, "sinks": torch.ones(2)}
+    out, lse = flashtile.attention_varlen(q, k, v, *bounds, **given)
+    dout, dlse = torch.randn(out.shape, generator=make), torch.randn(lse.shape, generator=make)
+    outputs = (out, lse.where(lse.isfinite(), 0.0))
+    whole = torch.autograd.grad(outputs, (q, k, v), (dout, dlse))
+    alone = [torch.zeros_like(x) for x in (q, k, v)]
+    for b in range(90):
+        rows, keys = (slice(int(bounds[n, b]), int(bounds[n, b + 1])) for n in (0, 1))
+        own = [x[at][None].detach().requires_grad_() for x, at in ((q, rows), (k, keys), (v, keys))]
+        one, one_lse = flashtile.attention(*own, **given)
+        assert torch.equal(one[0], out[rows]) and torch.equal(one_lse[0], lse[:, rows])
+        grads = torch.autograd.grad((one, one_lse), own, (dout[rows][None], dlse[:, rows][None]))
+        for total, x, at in zip(alone, grads, (rows, keys, keys), strict=True):
+            total[at] = x[0]
+    assert not out[-3:].any() and (lse[:, -3:] == -torch.inf).all()
+    torch.testing.assert_close(list(whole), alone)
+
+
 def test_short_sequences_are_computed_at_once() -> None:
     """Products of scores are few, whatever is added to them; the peak is that of a slice."""
     q = torch.randn(600, 8, 2, 16, requires_grad=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu import forward as cpu_forward
+from flashtile.backends.cpu.order import order_of
 from flashtile.backends.cpu.paths import Path, are_large, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.call.backend import Gradients
@@ -90,6 +91,13 @@ def backward(
 ) -> Gradients:
     """See ``call.backend.Backward``."""
     t, grads = tensors, problem.grads
+    if sums is None and (order := order_of(problem, t)) is not None:
+        given = (lse[:, order.rows], dout[order.rows], None if dlse is None else dlse[:, order.rows])
+        moved = backward(problem, order.tensors, out[order.rows], *given)
+        for name, places in (("dq", order.rows), ("dk", order.keys), ("dv", order.keys)):
+            if (x := getattr(moved, name)) is not None:
+                setattr(moved, name, torch.empty_like(x).index_copy_(0, places, x))
+        return moved
     dsinks = _zeros_like(problem, t.sinks) if grads.sinks else None
     totals = None if sums is None else _totals(problem, t, sums)
     kernel = kernel_fits(problem) and dlse is None and not grads.bias

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import flash, plan, tiles
+from flashtile.backends.cpu.order import order_of
 from flashtile.backends.cpu.paths import Path, adds_tiles, are_large, kernel_fits, paths
 from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
 from flashtile.call.problem import Problem, Tensors
@@ -36,6 +37,10 @@ def forward(
 
 def _forward(problem: Problem, tensors: Tensors, first: int) -> State:
     q = tensors.q
+    if (order := order_of(problem, tensors)) is not None:
+        out, lse = _forward(problem, order.tensors, first)
+        places = order.places()
+        return out.index_select(0, places), lse.index_select(1, places)
     state: State | None = None
     for path in paths(problem, tensors, kernel_fits(problem), keep_local=True, first=first):
         whole = path.whole()

@@ -115,22 +115,26 @@ def paths(
     def most(rows: int, keys: int) -> int:
         count = at_once(problem, tensors, kernel, rows, keys)
         # How a sequence with a NaN is computed depends on what it contains.
-        is_odd = (
-            checks and count > 1 and _hides_nan(_blocks(problem.band, rows, keys, tile_rows if added else None), added)
-        )
+        is_odd = checks and count > 1 and _blocks(problem.band, rows, keys, tile_rows if added else None, added)[1]
         return 1 if is_odd and not is_finite() else count
 
     for seq in plan.sequences(problem, tensors, most, first):
-        blocks = list(plan.blocks_of(problem.band, seq, tile_rows=None if kernel and not added else tile_rows))
-        if not (checks and _hides_nan(blocks, added)) or is_finite() or plan.all_finite(seq.q, seq.k):
+        if kernel and not added:
+            blocks, is_odd = _blocks(problem.band, seq.seqlen_q, seq.seqlen_k, None, False)
+        else:
+            blocks = list(plan.blocks_of(problem.band, seq, tile_rows=tile_rows))
+            is_odd = _hides_nan(blocks, added)
+        if not (checks and is_odd) or is_finite() or plan.all_finite(seq.q, seq.k):
             yield Path(seq, blocks, kernel)
         else:
             yield Path(seq, list(plan.blocks_of(problem.band, seq, tile_rows=tile_rows)), False)
 
 
-@functools.lru_cache(maxsize=64)
-def _blocks(band: Band, rows: int, keys: int, tile_rows: int | None) -> list[list[Rectangle]]:
-    return list(plan.row_blocks(band, rows, keys, tile_rows=tile_rows))
+@functools.lru_cache(maxsize=256)
+def _blocks(band: Band, rows: int, keys: int, tile_rows: int | None, added: bool) -> tuple[list[list[Rectangle]], bool]:
+    """Blocks of whole sequences of such lengths, and whether they may hide a NaN."""
+    blocks = list(plan.row_blocks(band, rows, keys, tile_rows=tile_rows))
+    return blocks, _hides_nan(blocks, added)
 
 
 def _hides_nan(blocks: list[list[Rectangle]], added: bool) -> bool:

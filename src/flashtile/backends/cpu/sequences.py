@@ -127,8 +127,10 @@ def sequences(
 def _run(bounds_q: list[int], bounds_k: list[int], b: int, most: Callable[[int, int], int]) -> int:
     """How many packed sequences from the b-th on are one dense problem: equally long ones."""
     rows, keys = bounds_q[b + 1] - bounds_q[b], bounds_k[b + 1] - bounds_k[b]
-    limit = min(most(rows, keys), len(bounds_q) - 1 - b) if rows and keys else 1
-    count = 1
+    count, limit = 1, len(bounds_q) - 1 - b
+    if limit == 1 or bounds_q[b + 2] - bounds_q[b + 1] != rows or not (rows and keys):
+        return 1
+    limit = min(most(rows, keys), limit)
     while (
         count < limit
         and bounds_q[b + count + 1] - bounds_q[b + count] == rows
