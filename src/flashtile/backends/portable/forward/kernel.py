@@ -93,10 +93,17 @@ def merged(tile, lse, more, more_lse, LARGE: tl.constexpr):
 
 @triton.jit
 def lost_rows(call, output, h, queries, rows):
-    """Which of a tile's rows another kernel has lost; stores the second part of lse of all others."""
-    lse_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + h) * call.queries.length + queries.start
+    """Which of a tile's rows another kernel has lost; stores the second part of lse of all others.
+
+    Also rows of which out is NaN: probabilities of the first keys, if their scores are huge, may be past what float16
+    has, and are multiplied with 0 once a later key has a greater score.
+    """
+    b, num_heads = tl.cast(queries.batch_index, tl.int64), call.heads.num_q
+    lse_at = (b * num_heads + h) * call.queries.length + queries.start
     at, exists = output.lse + 2 * (lse_at + rows), rows < queries.length
-    lost = exists & softmax.is_lost(tl.load(at, mask=exists, other=0.0))
+    first = output.out + ((b * call.queries.length + queries.start + rows) * num_heads + h) * call.v.DIM
+    out = tl.load(first, mask=exists, other=0.0).to(tl.float32)
+    lost = exists & (softmax.is_lost(tl.load(at, mask=exists, other=0.0)) | (out != out))
     tl.store(at + 1, 0.0, mask=exists & (lost == 0))
     return lost
 

@@ -1,0 +1,45 @@
+"""Which rows a repair computes again, of what another backend's kernel has left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from flashtile.backends.gpu.host import Step, run
+from flashtile.backends.portable import repair
+from flashtile.call.problem import Problem, Tensors
+from flashtile.core import settings
+from flashtile.core.masks import Band
+from flashtile.reference import attention
+
+pytestmark = pytest.mark.skipif(not settings.TRITON_INTERPRET.enabled(), reason="needs Triton's interpreter")
+
+
+def test_rows_that_are_lost_and_no_others() -> None:
+    """NaN in out too: probabilities of first keys with huge scores overflow in float16, where lse need not."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 2, 16) for n in (40, 50, 50))
+    bias = torch.randn(2, 2, 40, 50)
+    lost = {3: torch.finfo(torch.float32).min, 17: -1e9, 21: torch.finfo(torch.float32).max, 30: 5000.0}
+    for row, value in lost.items():
+        bias[:, :, row] = value
+    tensors = Tensors(q, k, v, attn_bias=bias)
+    problem = Problem.build(tensors, Band())
+    want, want_lse = attention(problem, tensors)
+    out, lse = torch.full_like(q, 7.0), torch.full((2, 2, 40, 2), torch.nan)
+    lse[..., 0] = want_lse
+    lse[:, :, 3, 0], lse[:, :, 21, 0] = -torch.inf, torch.nan
+    out[:, 5] = torch.nan
+    names = ("q", "k", "v", "out", "lse", "bias")
+    steps = [Step(each, names, q.device) for each in repair.forward_launches(problem, tensors).values()]
+    run(steps, (q, k, v, out, lse, bias))
+    rows = [*lost, 5]
+    assert (out[:, rows] - want[:, rows]).abs().max() < 1e-5
+    others = [row for row in range(40) if row not in rows]
+    assert (out[:, others] == 7).all() and (lse[:, :, others, 1] == 0).all()
+    counts = lse[:, :, [3, 17, 21], 1].double() + (
+        lse[:, :, [3, 17, 21], 0].double() - bias[:, :, [3, 17, 21], 0].double()
+    )
+    assert (counts - torch.log(torch.tensor(50.0))).abs().max() < 1e-5
