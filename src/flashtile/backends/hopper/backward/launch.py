@@ -42,6 +42,7 @@ _ROWS = 64
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi",
     "bias", "mask", "row_keys", "key_rows", "key_blocks", "key_items", "bounds", "rng_state", "rows", repair.BOUNDS,
+    "row_blocks", "row_items",
 )  # fmt: skip
 
 
@@ -137,7 +138,7 @@ class BackwardPlan:
             t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
             t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, t.key_blocks, t.key_items,
             None if self._bounds is None else empty_bounds(self._bounds, t.q), t.rng_state, terms,
-            None if self._repair_bounds is None else empty_bounds(self._repair_bounds, t.q),
+            None if self._repair_bounds is None else empty_bounds(self._repair_bounds, t.q), t.row_blocks, t.row_items,
             *read_by_mods(t, self._problem),
         ))  # fmt: skip
         self._finish(work, sums is not None, dk, dv)
