@@ -54,6 +54,16 @@ def words(cipher: Any, rows: Any, keys: Any, ptx: bool) -> Any:
     return tuple(Value(x) for x in philox.words(of_head, value_of(rows).data.long(), value_of(keys).data.long()))
 
 
+def keep_tile(drops: Any, cipher: Any, b: Any, row: Any, key: Any, m: int, n: int) -> Any:
+    """``dropout.keep_tile`` of the portable kernels, likewise; Hopper's calls have no origins."""
+    assert drops.origins_ptr is None
+    first = [value_of(x).data.long() for x in (row, key)]
+    rows, keys = first[0] + torch.arange(m)[:, None], first[1] + torch.arange(n)
+    pair = philox.words([x.data for x in cipher], philox.without_8(rows), philox.without_8(keys))
+    word = torch.where(rows & 8 == 0, *pair)
+    return Value(torch.where(keys & 8 == 0, word << 16 & WORD, word) >= (int(drops.threshold) & WORD))
+
+
 def keep_by_bits(t: Any, numbers: Any, count: int, fill: str) -> Any:
     """A thread's own columns of a row are counted by dimensions 1 and 3."""
     places = 2 * torch.arange(t.shape[1])[:, None, None] + torch.arange(2)
@@ -69,6 +79,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     ),
     dropout.cipher_of: cipher_of,
     dropout.words: words,
+    dropout.keep_tile: keep_tile,
     inline_ptx.keep: lambda x, words, fill, bits: select((words & bits) != 0, x, fill),
     inline_ptx.keep_by_bits: keep_by_bits,
     inline_ptx.compute_before_barrier: lambda x: x,
