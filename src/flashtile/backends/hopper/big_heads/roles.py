@@ -24,7 +24,7 @@ from flashtile.backends.hopper.device.parts import (
 )
 from flashtile.backends.hopper.device.ring import Records, Ring
 from flashtile.backends.hopper.forward.roles import join_partial, row_results
-from flashtile.backends.hopper.forward.scheduler import key_rows, lse_offset, queries_of, query_rows, strips
+from flashtile.backends.hopper.forward.scheduler import key_rows, lse_at, queries_of, query_rows, strips
 from flashtile.backends.hopper.forward.softmax_step import (
     KeyLoop,
     block_pairs,
@@ -340,4 +340,4 @@ def store_lse(lse, records, tiles, call, output, schedule):
     if schedule.PACK_GQA:
         # lse has seqlen_q numbers a head.
         at += heads * call.queries.length
-    gl.store(output.lse + (lse_offset(where, call) + at) * output.LSE_PARTS, lse, mask=positions < where.length)
+    gl.store(lse_at(output.lse, where, at, call, output.LSE_PARTS), lse, mask=positions < where.length)

@@ -24,7 +24,7 @@ from flashtile.backends.hopper.forward.scheduler import (
     cached_keys,
     first_scale,
     key_rows,
-    lse_offset,
+    lse_at,
     next_tile,
     number_of,
     publish_tile,
@@ -292,7 +292,7 @@ def epilogue(accs, row_max, row_sum, channels, tiles, call, output, schedule, WA
     if schedule.PACK_GQA:
         # lse has seqlen_q numbers a head.
         at += heads * call.queries.length
-    gl.store(output.lse + (lse_offset(where, call) + at) * output.LSE_PARTS, lse, mask=positions < where.length)
+    gl.store(lse_at(output.lse, where, at, call, output.LSE_PARTS), lse, mask=positions < where.length)
 
 
 @gluon.jit
@@ -341,7 +341,7 @@ def join_partial(accs, scale, lse, where, row, call, output, schedule, FIRST: gl
             inside = (rows < where.length)[:, None] & (cols < output.DIM)[None, :]
             at = ((start + rows) * call.heads.num_q + where.head)[:, None] * output.DIM + cols[None, :]
             if output.partial_out is not None:
-                more_lse_at = output.partial_lse + (lse_offset(where, call) + rows) * output.LSE_PARTS
+                more_lse_at = lse_at(output.partial_lse, where, rows, call, output.LSE_PARTS)
                 more_lse = gl.load(more_lse_at, mask=rows < where.length, other=float("-inf"))
                 more = gl.load(output.partial_out + at, mask=inside, other=0.0)
                 x, log_sum = softmax.merge(x, of_rows(lse, x), more, more_lse)

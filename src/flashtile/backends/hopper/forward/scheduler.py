@@ -469,6 +469,15 @@ def lse_offset(rows, call):
 
 
 @gluon.jit
+def lse_at(ptr, where, rows, call, PARTS: gl.constexpr):
+    """Where the lse of some of their rows are, from ``ptr`` on, PARTS numbers a row; ``where``: ``query_rows``."""
+    if PARTS == 1:
+        return ptr + lse_offset(where, call) + rows
+    else:
+        return ptr + (lse_offset(where, call) + rows) * PARTS
+
+
+@gluon.jit
 def queries_of(records, use, rows, call, schedule, WARPGROUP: gl.constexpr):
     """(position, head within the group) of some of a warpgroup's rows, which are counted from 0."""
     if schedule.PACK_GQA:
