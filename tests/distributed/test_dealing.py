@@ -66,6 +66,18 @@ def test_documents_that_fit_move_nothing() -> None:
     assert long == ("zigzag", "contiguous")
 
 
+@pytest.mark.parametrize("watched", [True, False])
+def test_intervals_that_are_written_to_are_read_again(watched: bool) -> None:
+    """Tensors of inference mode, and what numpy and .data write, have no versions."""
+    with torch.inference_mode(not watched):
+        ends = torch.tensor([[0, 4]] * 4, dtype=torch.int32)[None, None]
+        first = values.intervals(ends, None, (4,), (4,))
+        (ends.data if watched else ends)[..., 1] = 2
+        then = values.intervals(ends, None, (4,), (4,))
+        assert first is not None and then is not None
+        assert first.rows != then.rows and values.intervals(ends, None, (4,), (4,)) is then
+
+
 @pytest.mark.parametrize(
     "kind", ["documents", "rows", "rows of heads", "columns", "columns of heads", "both", "prefix"]
 )

@@ -13,8 +13,8 @@ from flashtile.call.axes import lengths_between
 from flashtile.core.errors import InvalidInputError
 from flashtile.distributed.intervals import Ends, Kept
 
-# Values of tensors on a GPU, by identity: what was read, and how often the tensor had been written to.
-_read: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
+# Values of tensors on a GPU, by identity, and their marks.
+_read: dict[int, tuple[weakref.ref[Tensor], Tensor | int, tuple[int, ...]]] = {}
 
 
 def document_lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
@@ -38,15 +38,31 @@ def document_lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int
 
 
 def _values(x: Tensor) -> tuple[int, ...]:
-    version, place = 0 if x.is_inference() else x._version, id(x)
+    place = id(x)
     known = _read.get(place)
-    if known is None or known[0]() is not x or known[1] != version:
-        known = _read[place] = weakref.ref(x, lambda _: _read.pop(place, None)), version, tuple(x.tolist())
+    if known is None or known[0]() is not x or not _is_still(x, known[1]):
+        known = _read[place] = weakref.ref(x, lambda _: _read.pop(place, None)), _mark(x), tuple(x.tolist())
     return known[2]
 
 
-# By identity of the tensors: what was read, and how often they had been written to.
-_masks: dict[tuple[int, int], tuple[list[weakref.ref[Tensor] | None], object, Kept]] = {}
+def _mark(x: Tensor | None) -> Tensor | int:
+    """What shows later whether a tensor was written to: a copy on a CPU; on a GPU how often it was, if that counts."""
+    if x is None or x.device.type == "cpu":
+        return -1 if x is None else x.clone()
+    return -1 if x.is_inference() else x._version
+
+
+def _is_still(x: Tensor | None, mark: Tensor | int) -> bool:
+    """Whether a tensor has the values that it had."""
+    if x is None:
+        return True
+    if isinstance(mark, Tensor):
+        return torch.equal(x, mark)
+    return not x.is_inference() and x._version == mark
+
+
+# By identity of the tensors, and their marks.
+_masks: dict[tuple[int, int], tuple[list[weakref.ref[Tensor] | None], list[Tensor | int], object, Kept]] = {}
 
 
 def intervals(
@@ -63,14 +79,14 @@ def intervals(
     both = row_keys, key_rows
     if row_keys is None and key_rows is None:
         return None
-    state = [None if x is None or x.is_inference() else x._version for x in both], tuple(lengths_q), tuple(lengths_k)
-    place = id(row_keys), id(key_rows)
-    known = _masks.get(place)
-    if known is None or any((r and r()) is not x for r, x in zip(known[0], both, strict=True)) or known[1] != state:
-        made = Kept(*(None if x is None else _ends(x, n) for x, n in zip(both, (lengths_q, lengths_k), strict=True)))
+    lengths, place = (tuple(lengths_q), tuple(lengths_k)), (id(row_keys), id(key_rows))
+    refs, marks, of, made = _masks.get(place, ((), (), None, None))
+    is_here = of == lengths and all((ref and ref()) is x for ref, x in zip(refs, both, strict=True))
+    if not is_here or not all(map(_is_still, both, marks)):
+        made = Kept(*(None if x is None else _ends(x, n) for x, n in zip(both, lengths, strict=True)))
         refs = [None if x is None else weakref.ref(x, lambda _: _masks.pop(place, None) and None) for x in both]
-        known = _masks[place] = refs, state, made
-    return known[2]
+        _masks[place] = refs, [_mark(x) for x in both], lengths, made
+    return made
 
 
 def _ends(x: Tensor, lengths: Sequence[int]) -> tuple[Ends, ...]:
