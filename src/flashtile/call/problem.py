@@ -206,7 +206,7 @@ class Problem:
     score_function = _Short(lambda p: p.score_mod.function, "score_mod.function")
     mask_function = _Short(lambda p: p.mask_mod.function, "mask_mod.function")
     operand_grad = _Short(lambda p: any(p.grads.operands))
-    # Whether a bias or a function may make scores beside which the log of a count is lost in lse's dtype: see lse_shape.
+    # Whether a bias or a function may make scores beside which lse cannot hold the log of a count: see lse_shape.
     large_scores = _Short(lambda p: p.bias_dtype is not None or p.score_function is not None)
 
     @property

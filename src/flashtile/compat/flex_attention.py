@@ -149,9 +149,7 @@ def create_block_mask(
     kinds = (partial, full) if separate_full_blocks else (partial | full,)
     lists = [each for x in kinds for each in (x.sum(-1, dtype=torch.int32),
              x.int().argsort(dim=-1, descending=True, stable=True).int())]  # fmt: skip
-    mask = BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=made.block_size, mask_mod=mask_mod, seq_lengths=made.lengths
-    )
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=made.block_size, mask_mod=mask_mod, seq_lengths=made.lengths)
     if separate_full_blocks and not torch.compiler.is_compiling():
         keep(mask, made)
     return mask

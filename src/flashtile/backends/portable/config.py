@@ -102,6 +102,13 @@ class Config:
         )
 
 
+def for_repair(config: Config) -> Config:
+    """Tiles of a kernel that ``repair`` launches: nearly all of its programs end at once, so many run side by side."""
+    return dataclasses.replace(
+        config, num_stages=1, tma=False, one_loop=True, maxnreg=min(config.maxnreg or 255, 128), source=""
+    )
+
+
 def padded(dim: int) -> int:
     """The power of two, at least 16, that holds a head dimension, as matrix instructions need."""
     return max(16, 1 << (dim - 1).bit_length())

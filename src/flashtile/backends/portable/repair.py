@@ -22,6 +22,7 @@ from flashtile.backends.portable.backward import launch as backward
 from flashtile.backends.portable.backward.config import Kernel, key_kernels
 from flashtile.backends.portable.backward.kernel import RowTerms
 from flashtile.backends.portable.backward.workspace import Repair, num_rows, row_pitch, row_terms
+from flashtile.backends.portable.config import for_repair
 from flashtile.backends.portable.forward import launch as forward
 from flashtile.backends.portable.forward.config import choose
 from flashtile.call.problem import Problem, Tensors
@@ -34,7 +35,7 @@ def forward_launches(problem: Problem, tensors: Tensors, *, is_joined: bool = Fa
     """What follows a forward's launches, by name; is_joined: whether they merge a result over other keys."""
     if not problem.large_scores:
         return {}
-    config = choose(problem)
+    config = for_repair(choose(problem))
     side = Side(config.block_m, operand=BOUNDS)
     made = {"repair_bounds": bounds_launch(problem, tensors, side)} if problem.intervals else {}
     made["repair_forward"] = forward.forward_launch(problem, tensors, config, is_joined=is_joined, side=side)

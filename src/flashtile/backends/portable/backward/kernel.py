@@ -178,21 +178,30 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
                 edge = (m < visit.full_start) | (m >= visit.full_stop)
             q = load_rows(HeadRows(call.q, head.h, queries), first, BLOCK_M, visit.MASKED)
             # Rows past the end have lse +inf, so probability 0: dense ones from prepare_rows, packed ones by a select.
-            # A listed block may reach past all that is stored of a head, so what lists load is checked. So is what
-            # might be a NaN: the rest past a packed sequence's end, and rows that a repair has no terms of.
-            if of_rows.flags is not None or (visit.MASKED and (LISTED or (PACKED and HAS_REST))):
-                lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
-            else:
-                lse = (tl.load(of_rows.lse + row_at + first + tl.arange(0, BLOCK_M)),)
-                if HAS_REST:
-                    lse = also(lse, tl.load(of_rows.rest + row_at + first + tl.arange(0, BLOCK_M)))
-                delta = tl.load(of_rows.delta + row_at + first + tl.arange(0, BLOCK_M))
-                if visit.MASKED and PACKED:
-                    lse = (tl.where(rows < queries.length, lse[0], float("inf")),)
-                    delta = tl.where(rows < queries.length, delta, 0.0)
+            # A listed block may reach past all that is stored of a head, so what lists load is checked.
+            if not HAS_REST:
+                if visit.MASKED and LISTED:
+                    lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
+                else:
+                    lse = (tl.load(of_rows.lse + row_at + first + tl.arange(0, BLOCK_M)),)
+                    delta = tl.load(of_rows.delta + row_at + first + tl.arange(0, BLOCK_M))
+                    if visit.MASKED and PACKED:
+                        lse = (tl.where(rows < queries.length, lse[0], float("inf")),)
+                        delta = tl.where(rows < queries.length, delta, 0.0)
             at = mods.pairs_of(head, p, cols)
             given = mods.read(call.mods, head, at, visit.PARTIAL)
             product = times_transposed(k, q, INPUT_PRECISION)  # [BLOCK_N, BLOCK_M] float32
+            # Three numbers a row take registers that dk and dv need, so they are loaded when the product is there. What
+            # might be a NaN is checked: the rest past a packed sequence's end, and rows that a repair has no terms of.
+            if HAS_REST:
+                if of_rows.flags is not None or (visit.MASKED and (LISTED or PACKED)):
+                    lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
+                else:
+                    lse = (
+                        tl.load(of_rows.lse + row_at + first + tl.arange(0, BLOCK_M)),
+                        tl.load(of_rows.rest + row_at + first + tl.arange(0, BLOCK_M)),
+                    )
+                    delta = tl.load(of_rows.delta + row_at + first + tl.arange(0, BLOCK_M))
             probs, slope = probabilities(product, across(lse, 0), call, head, at, edge, visit.PARTIAL, True, given)
             dout = load_rows(HeadRows(douts, head.h, queries), first, BLOCK_M, visit.MASKED)
             dprobs = times_transposed(v, dout, INPUT_PRECISION)

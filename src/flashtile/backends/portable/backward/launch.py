@@ -41,7 +41,7 @@ from flashtile.backends.portable.backward.workspace import (
     row_pitch,
     row_terms,
 )
-from flashtile.backends.portable.config import padded
+from flashtile.backends.portable.config import for_repair, padded
 from flashtile.backends.portable.records import (
     call_of,
     heads_at_once,
@@ -237,7 +237,9 @@ def dkdv_launch(
     repair: Repair | None = None,
 ) -> Launch:  # fmt: skip
     """``wanted``: whether dk, whether dv, and whether to add them."""
-    config, splits, places = choose(problem, name), 1 if repair else gqa_splits(problem), places_of(problem, tensors)
+    config, splits, places = choose(problem, name), gqa_splits(problem), places_of(problem, tensors)
+    if repair is not None:
+        config, splits = for_repair(config), 1
     masks = masks_of(problem, tensors, _tiles_to_visit(problem, tensors, name, repair))
     call, rows = call_of(problem, tensors, config, ("q", "dout"), dout, masks=masks)
     dk, dv = (
@@ -268,7 +270,7 @@ def _sum_launch(problem: Problem, name: str, x: Tensor, place: int, adds: bool) 
 
 def dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool, repair: Repair | None = None) -> Launch:
     """Computes dq, and dbias if ``adds_bias``; ``adds``: to what is there."""
-    config = choose(problem, "dq")
+    config = choose(problem, "dq") if repair is None else for_repair(choose(problem, "dq"))
     masks = masks_of(problem, tensors, _tiles_to_visit(problem, tensors, "dq", repair))
     call, rows = call_of(problem, tensors, config, ("k", "v"), dout, masks=masks)
     bias = tensors.attn_bias if adds_bias(problem, tensors.attn_bias) else None
