@@ -104,9 +104,7 @@ class Config:
 
 def for_repair(config: Config) -> Config:
     """Tiles of a kernel that ``repair`` launches: nearly all of its programs end at once, so many run side by side."""
-    return dataclasses.replace(
-        config, num_stages=1, tma=False, one_loop=True, maxnreg=min(config.maxnreg or 255, 128), source=""
-    )
+    return dataclasses.replace(config, num_stages=1, tma=False, one_loop=True, maxnreg=None, source="")
 
 
 def padded(dim: int) -> int:
