@@ -13,6 +13,7 @@ from flashtile.backends import cpu
 from flashtile.call.arguments import Grads
 from flashtile.call.backend import Backend, Capabilities, Direction, Gradients
 from flashtile.call.problem import Problem, described
+from flashtile.core.states import in_one
 from flashtile.ops import dispatch
 from flashtile.ops.plans import Family
 from tests.cases import Case, build
@@ -78,7 +79,7 @@ def test_each_computes_its_part() -> None:
     call = build(Case("both", bias="hqk", sinks=True, kv_heads=1), torch.float32)
     t = call.tensors
     out, lse = cpu.BACKEND.plan("forward", call.problem, t)(t)
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    dout, dlse = torch.randn_like(out), torch.randn_like(in_one(lse, out))
 
     def gradients(backend: Backend) -> Gradients:
         family = Family()
