@@ -146,13 +146,20 @@ def create_block_mask(
         device = torch.accelerator.current_accelerator() or "cpu"
     made = blocks.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
     partial, full = made.dense()
-    kinds = (partial, full) if separate_full_blocks else (partial | full,)
-    lists = [each for x in kinds for each in (x.sum(-1, dtype=torch.int32),
-             x.int().argsort(dim=-1, descending=True, stable=True).int())]  # fmt: skip
-    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=made.block_size, mask_mod=mask_mod, seq_lengths=made.lengths)
+    listed = _ordered(partial if separate_full_blocks else partial | full)
+    of_full = _ordered(full) if separate_full_blocks else (None, None)
+    mask = BlockMask.from_kv_blocks(
+        *listed, of_full[0], of_full[1], made.block_size, mask_mod=mask_mod, seq_lengths=made.lengths
+    )
     if separate_full_blocks and not torch.compiler.is_compiling():
         keep(mask, made)
     return mask
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each list has, and all blocks, those first."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.int()
 
 
 def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -183,8 +183,8 @@ def of_kinds(
 ) -> BlockMask:
     """The mask of blocks that are 0, ``PARTIAL`` or ``FULL``, ``(B, H, blocks_q, blocks_k)`` int8.
 
-    Its lists have room for all blocks. So no length depends on data: nothing waits for the device, and torch.compile and
-    CUDA graphs can follow.
+    Its lists have room for all blocks. So no length depends on data: nothing waits for the device, and torch.compile
+    and CUDA graphs can follow.
     """
     return BlockMask(*_with_room(kinds), *_with_room(kinds.mT), block_size, lengths, mask_mod)
 
