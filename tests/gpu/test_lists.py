@@ -11,7 +11,9 @@ import torch
 import flashtile
 from flashtile import mods
 from flashtile.api import blocks
+from flashtile.compat.flex_attention import create_block_mask
 from flashtile.mods.block_mask import with_bits
+from flashtile.mods.converted import lists_of
 from tests.cases import Case, judge
 from tests.mods.calls import store_bits, stored_bits, with_functions
 from tests.mods.functions import MASKS, Sizes
@@ -125,3 +127,49 @@ def test_a_mask_is_what_its_function_said(head_dim: int) -> None:
     assert made[0].has_bits and all(map(torch.equal, found[0], found[1]))
     want = flashtile.attention(q, k, v, block_mask=flashtile.masks.documents(ids))
     torch.testing.assert_close(found[2][0].float(), want.float(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("how", ["capture", "compiled", "compiled graph"])
+def test_replays_and_compiled_code_follow_pytorchs_mask(how: str) -> None:
+    """Lists and captured tensors that are written in place, and bits only while they hold."""
+    make = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(1, 700, 2, 64, device="cuda", generator=make).half() for _ in range(3))
+    i, reach = torch.arange(700, device="cuda"), torch.tensor([150], device="cuda")
+    mask = create_block_mask(lambda b, h, i, j: (i - j).abs() < reach[0], None, None, 700, 700, "cuda")
+    assert lists_of(mask).has_bits == (torch.cuda.get_device_capability() == (9, 0))
+
+    def step() -> torch.Tensor:
+        return flashtile.attention(q, k, v, block_mask=mask)
+
+    def listed(counts: torch.Tensor | None, items: torch.Tensor | None) -> torch.Tensor:
+        assert counts is not None and items is not None
+        found = torch.zeros(6, 6, dtype=torch.bool, device="cuda")
+        for row in range(6):
+            found[row, items[0, 0, row, : int(counts[0, 0, row])].long()] = True
+        return found[i // 128][:, i // 128]
+
+    def want() -> torch.Tensor:
+        near = (i[:, None] - i).abs() < reach[0]
+        full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+        keep = full | (listed(mask.kv_num_blocks, mask.kv_indices) & near)
+        return flashtile.attention(q, k, v, attn_mask=keep)
+
+    run = step
+    with torch.no_grad():
+        torch.testing.assert_close(step(), want(), rtol=2e-3, atol=2e-3)
+        if how == "capture":
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = step()
+
+            def run() -> torch.Tensor:
+                graph.replay()
+                return out.clone()
+
+        else:
+            run = torch.compile(step, mode="reduce-overhead" if how == "compiled graph" else None, fullgraph=True)
+        for change in (lambda: None, lambda: None, lambda: reach.sub_(60), lambda: mask.kv_num_blocks.clamp_(max=1)):
+            change()
+            torch.testing.assert_close(run().clone(), want(), rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(step(), want(), rtol=2e-3, atol=2e-3)
