@@ -319,9 +319,9 @@ def test_int64_bounds_get_a_hint() -> None:
 
 def test_heads_before_rows_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problem, "_warned", False)
-    heads_first = torch.randn(1, 4, 257, 8)
-    with plans.own_plans(), pytest.warns(UserWarning, match=r"257 heads of 4 rows; .*transpose\(1, 2\)") as caught:
-        flashtile.attention(heads_first, heads_first, heads_first)
+    heads_first = torch.randn(1, 4, 258, 8)
+    with plans.own_plans(), pytest.warns(UserWarning, match=r"258 heads of 4 rows; .*transpose\(1, 2\)") as caught:
+        flashtile.attention(heads_first, heads_first[:, :2, :129], heads_first[:, :2, :129])
         flashtile.attention(heads_first[:, :3], heads_first[:, :3], heads_first[:, :3])
     assert len(caught) == 1
     with plans.own_plans(), warnings.catch_warnings():
@@ -329,7 +329,11 @@ def test_heads_before_rows_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(problem, "_warned", False)
         right = heads_first.transpose(1, 2)
         flashtile.attention(right, right, right)
-        flashtile.attention(heads_first[:, :, :64], heads_first[:, :, :64], heads_first[:, :, :64])
+        flashtile.attention(heads_first[:, :, :128], heads_first[:, :, :128], heads_first[:, :, :128])
+        long = torch.randn(1, 129, 258, 8)
+        flashtile.attention(heads_first, long, long)
+    with plans.own_plans(), pytest.warns(UserWarning, match="258 heads of 4 rows"):
+        torch.compile(lambda x: flashtile.attention(x, x, x), backend="aot_eager", dynamic=True)(heads_first)
 
 
 def test_overloads_have_the_keywords_of_the_functions() -> None:

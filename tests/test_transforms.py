@@ -483,3 +483,21 @@ def test_eager_calls_skip_the_dispatcher() -> None:
     with fwad.dual_level():
         assert operation.is_watched(q, q, q)
     assert not operation.is_watched(q, q, q)
+
+
+def test_a_compiled_derivative_may_be_returned_detached() -> None:
+    """AOTAutograd traces the backward of all outputs; what is asked for at last decides."""
+    weight, x, dx = torch.randn(8, 8, requires_grad=True), torch.randn(1, 16, 2, 8), torch.randn(1, 16, 2, 8)
+
+    def both(x: Tensor, dx: Tensor) -> Any:
+        return torch.func.jvp(lambda x: flashtile.attention(x @ weight, x, x), (x,), (dx,))
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    found = []
+    for run in (both, compiled):
+        out, dout = run(x, dx)
+        (dweight,) = torch.autograd.grad((out - dout.detach()).square().mean(), weight)
+        found.append((out, dout, dweight))
+    torch.testing.assert_close(*found)
+    with pytest.raises(UnsupportedError, match="second derivative"):
+        compiled(x, dx)[1].sum().backward()

@@ -12,6 +12,7 @@ from torch import Tensor
 from flashtile.call.arguments import Options, check_tensor
 from flashtile.call.cached_arguments import CacheOptions
 from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.core.sizes import holds
 from flashtile.mods.graph import Graph, GraphError, evaluate, kind_of, parse, places_of
 from flashtile.mods.record import Lowered, ModKey, Operand, lowered
 
@@ -209,5 +210,5 @@ def _check_operand(argument: str, kind: str, x: Tensor, q: Tensor) -> None:
         raise InvalidInputError(argument, f"{what} on {x.device}, but q is on {q.device}")
     if f"{kind_of(x.dtype)}{x.dim()}" != kind:
         raise InvalidInputError(argument, f"{what} and dtype {x.dtype}, but its graph has {kind}")
-    if x.numel() == 0:
+    if holds(x.numel() == 0):
         raise InvalidInputError(argument, f"{what}, which has no element")

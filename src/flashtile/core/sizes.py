@@ -15,9 +15,9 @@ from torch import Tensor
 
 def holds(condition: Any) -> bool:
     """A condition; of symbols, whether it is true for all that they can be."""
-    # To Dynamo the type of a condition on symbols is bool.
-    if type(condition) is bool and not torch.compiler.is_compiling():
-        return condition
+    # To Dynamo a condition on symbols is a bool.
+    if not isinstance(condition, torch.SymBool) and not torch.compiler.is_compiling():
+        return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long to import
 
     return statically_known_true(condition)
