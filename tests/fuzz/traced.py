@@ -30,7 +30,7 @@ def drawn(seed: int) -> tuple[Case, torch.dtype, str]:
 
 
 class Attend(torch.nn.Module):
-    """A call as a function of its tensors by name: out, and lse without the gradient of 0 that compiled code gives it."""
+    """A call by the names of its tensors: out, and lse without the gradient of 0 that compiled code gives it."""
 
     def __init__(self, made: Call) -> None:
         super().__init__()

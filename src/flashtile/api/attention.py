@@ -28,6 +28,7 @@ from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, is_d
 from flashtile.call.quantized import Quantized
 from flashtile.core import states
 from flashtile.core.errors import InvalidInputError
+from flashtile.core.sizes import differ
 from flashtile.masks import Intervals
 from flashtile.mods.block_mask import BlockMask
 from flashtile.ops import dispatch, dropout, flops, operation, plans, sharding, transforms
@@ -364,7 +365,7 @@ def _check_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) ->
     *lead, seqlen, heads, _ = out_a.shape
     rows = (*lead, heads, seqlen)
     for name, tensor, shape in (("lse_a", lse_a, rows), ("out_b", out_b, tuple(out_a.shape)), ("lse_b", lse_b, rows)):
-        if tuple(tensor.shape) != shape:
+        if differ(tensor.shape, shape):
             raise InvalidInputError(name, f"has shape {tuple(tensor.shape)}, must be {shape} to match out_a")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.core.sizes import differ, holds
 
 Window = Sequence[int | None] | Tensor
 
@@ -58,7 +59,7 @@ def length(name: str, max_seqlen: Any) -> Any:
 def index_tensor(name: str, x: Any, shape: tuple[int, ...] | None, device: torch.device) -> Tensor:
     """An int32 tensor on a device: of that shape, or of one dimension and not empty where shape is None."""
     found = tuple(tensor(name, x).shape)
-    fits = found == shape if shape is not None else len(found) == 1 and found[0] > 0
+    fits = not differ(found, shape) if shape is not None else len(found) == 1 and not holds(found[0] == 0)
     if not fits or x.dtype != torch.int32 or x.device != device:
         must = shape if shape is not None else "of one dimension and not empty,"
         raise InvalidInputError(name, f"{_described(x)}, must be int32 {must} on {device}")
@@ -108,7 +109,7 @@ def used_first(side: str, x: Tensor, cu_seqlens: Tensor, seqused: Tensor) -> tup
     outer, name = f"cu_seqlens_{side}", f"seqused_{side}"
     bounds = index_tensor(outer, cu_seqlens, None, x.device)
     must = (bounds.shape[0] - 1,)
-    ok = tensor(name, seqused).shape == must and seqused.dtype in (torch.int32, torch.int64)
+    ok = not differ(tensor(name, seqused).shape, must) and seqused.dtype in (torch.int32, torch.int64)
     if not ok or seqused.device != x.device:
         raise InvalidInputError(name, f"{_described(seqused)}, must be int32 {must} on {x.device} as {outer} has it")
     if values_are_checked(x.device):

@@ -13,6 +13,7 @@ from flashtile.call.quantized import Quantized
 from flashtile.compat._arguments import tensor
 from flashtile.compat._kvcache import without_backward
 from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.core.sizes import differ
 
 _NAMES = ("q_descale", "k_descale", "v_descale")
 
@@ -102,7 +103,7 @@ def widened(
     num_heads_kv = k.shape[-2] if k.dim() > 1 else 0
     shape = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1, num_heads_kv
     for name, x in zip(_NAMES, descales, strict=True):
-        if x is not None and (tensor(name, x).shape != shape or x.dtype != torch.float32 or x.device != q.device):
+        if x is not None and (differ(tensor(name, x).shape, shape) or x.dtype != torch.float32 or x.device != q.device):
             found = f"{tuple(x.shape)} {x.dtype} on {x.device}"
             raise InvalidInputError(name, f"is {found}, must be (batch, num_heads_kv) = {shape} float32 on {q.device}")
     of_q, of_k, of_v = descales

@@ -7,6 +7,7 @@ while a call is traced; the operators check their tensors when they run, whose s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,3 +39,8 @@ def is_dense(x: Tensor) -> bool:
 def is_expanded(x: Tensor) -> bool:
     """Whether elements of a tensor are one in memory, as after ``expand``."""
     return any(holds(n > 1) and holds(s == 0) for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def differ(shape: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two shapes are not the same."""
+    return len(shape) != len(other) or any(holds(n != m) for n, m in zip(shape, other, strict=True))

@@ -13,6 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from flashtile.api.attention import attention
 from flashtile.call.autocast import cast_one
 from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.core.sizes import holds
 
 _THEIR_NAMES = {"causal": "is_causal", "softmax_scale": "scale", "attn_bias": "attn_mask"}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -121,7 +122,7 @@ def _unfit(given: tuple[Tensor, ...], lead: tuple[int, ...], dropout_p: float, e
     heads, heads_k, heads_v = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
     if 0 in (heads, heads_k, query.shape[-1], value.shape[-1]) or heads_k != heads_v:
         return _SHAPES
-    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+    if query.shape[-1] != key.shape[-1] or holds(key.shape[-2] != value.shape[-2]):
         return _SHAPES
     return "" if heads_k in (1, heads) or (enable_gqa and heads % heads_k == 0) else _SHAPES
 
@@ -135,7 +136,7 @@ def _unfit_mask(mask: Tensor, lead: tuple[int, ...], query: Tensor, key: Tensor)
     rows = (*lead, query.shape[-3] if query.dim() > 2 else 1, query.shape[-2], key.shape[-2])
     if 2 <= mask.dim() <= len(rows):
         sizes = zip(mask.shape, rows[len(rows) - mask.dim() :], strict=True)
-        if all(size == 1 or size == whole for size, whole in sizes):
+        if not any(holds(size != 1) and holds(size != whole) for size, whole in sizes):
             return ""
     return "attn_mask of a shape that does not fit"
 

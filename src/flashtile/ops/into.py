@@ -12,7 +12,7 @@ from flashtile.call.arguments import Argument, Options, Tensors
 from flashtile.call.backend import Plan
 from flashtile.call.problem import Problem, check_values
 from flashtile.core.errors import InvalidInputError
-from flashtile.core.sizes import holds, is_expanded
+from flashtile.core.sizes import differ, is_expanded
 from flashtile.ops import flops
 from flashtile.ops.operation import Operation, is_watched
 
@@ -43,7 +43,7 @@ def _problem_of(t: IntoTensors, options: Options) -> Problem:
     problem, out = Problem.of(t, options), t.out
     assert out is not None
     shape = (*t.q.shape[:-1], problem.head_dim_v)
-    if len(out.shape) != len(shape) or any(holds(n != m) for n, m in zip(out.shape, shape, strict=True)):
+    if differ(out.shape, shape):
         raise InvalidInputError("out", f"has shape {tuple(out.shape)}, must be {shape}")
     for what, got, must in (("dtype", out.dtype, t.q.dtype), ("device", out.device, t.q.device)):
         if got != must:
