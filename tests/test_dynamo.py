@@ -161,14 +161,17 @@ def test_batches_whose_size_depends_on_data(name: str, symbols: None) -> None:
 def test_lengths_that_are_symbols_are_not_guarded(symbols: None) -> None:
     class Net(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor) -> Tensor:
-            return attend(q, k, k, attn_mask=torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril())
+            kept = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(9)
+            found = attend(q, k, k, attn_mask=kept, mask_mod=lambda b, h, i, j: i >= j)
+            runs = masks.documents(torch.arange(q.shape[1]) // 3)
+            return found + attend(q, q, q, block_mask=runs, mask_mod=lambda b, h, i, j: i >= j)
 
     q, k = torch.randn(2, 16, 4, 8), torch.randn(2, 20, 4, 8)
     seqlens = [{0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim(name, max=4096)} for name in ("seqlen_q", "seqlen_k")]
     run = torch.export.export(Net(), (q, k), dynamic_shapes=tuple(seqlens)).module()
     for n, m, batch in ((2, 300, 3), (300, 2, 2), (16, 16, 1)):
         q, k = torch.randn(batch, n, 4, 8), torch.randn(batch, m, 4, 8)
-        assert torch.equal(run(q, k), Net()(q, k))
+        torch.testing.assert_close(run(q, k), Net()(q, k))
     # What tracing let pass is refused when it runs.
     with pytest.raises(InvalidInputError, match="k: batch is 3, but q has 2"):
         torch.compile(attend, backend="eager", dynamic=True)(*(torch.randn(n, 16, 4, 8) for n in (2, 3, 3)))

@@ -179,9 +179,9 @@ def _pairs(start: Tensor | int, end: Tensor) -> Tensor:
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
     """The first place of the run of equal ids that each place is in, and the run's end."""
-    first = torch.zeros_like(ids[..., :1], dtype=torch.bool)
-    # Not by cummax, which PyTorch cannot trace for a batch whose size depends on data.
-    run = torch.cat((first, ids[..., 1:] != ids[..., :-1]), dim=-1).cumsum(-1)
+    # Not by slices or cummax, which guard on sizes where they are traced.
+    before = (torch.arange(ids.shape[-1], device=ids.device) - 1).clamp(min=0)
+    run = (ids != ids[..., before]).cumsum(-1)
     start, end = (torch.searchsorted(run, run, right=right, out_int32=True) for right in (False, True))
     return start, end
 

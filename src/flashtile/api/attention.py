@@ -276,7 +276,7 @@ def _less_common(
         return found
     functions = with_functions(tensors, score_mod, mask_mod, asked.plain[1])
     options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, asked.lengths)
-    return _run(tensors, functions.options(options, shift_of(tensors)), asked.return_lse, out)
+    return _run(tensors, functions.options(options, shift_of(tensors) or 0), asked.return_lse, out)
 
 
 def quantized_calls() -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashtile.call.arguments import TENSORS, Tensors
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.core.errors import InvalidInputError, shown
-from flashtile.core.sizes import holds
+from flashtile.core.sizes import holds, number
 from flashtile.masks import Intervals
 from flashtile.mods.block_mask import BlockMask
 from flashtile.mods.converted import lists_of
@@ -254,6 +254,7 @@ def with_functions(
     # Of packed sequences whose lengths may differ from those of their keys, and of a cache's, no band is known for all.
     # A list's full blocks are kept whatever its function says, so of a list's no band is taken.
     has_shift = isinstance(t, Tensors) and t.cu_seqlens_q is t.cu_seqlens_k and t.row_blocks is None
+    has_shift = has_shift and shift_of(t) is not None  # type: ignore[arg-type]
     found = functions_of(score_mod, mask_mod, t, softcap, has_shift)
     t.operands, t.numbers = found.operands, found.numbers
     if found.is_mapped:
@@ -263,10 +264,10 @@ def with_functions(
     return found
 
 
-def shift_of(t: Tensors) -> int:
-    """``seqlen_k - seqlen_q`` of a dense call; 0 where ranks do not fit, which is refused elsewhere."""
+def shift_of(t: Tensors) -> int | None:
+    """``seqlen_k - seqlen_q`` of a dense call, None for a symbol; 0 of ranks that do not fit, refused elsewhere."""
     of_q, of_k = getattr(t.q, "shape", None), getattr(t.k, "shape", None)
-    return 0 if of_q is None or of_k is None or not len(of_q) == len(of_k) == 4 else int(of_k[1] - of_q[1])
+    return 0 if of_q is None or of_k is None or not len(of_q) == len(of_k) == 4 else number(of_k[1] - of_q[1])
 
 
 def refuse_functions(score_mod: object, mask_mod: object) -> None:

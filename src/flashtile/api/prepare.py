@@ -70,7 +70,7 @@ def options_of(tensors: Tensors, asked: Asked) -> Options:
     if any(each is not None for each in asked.functions):
         functions = with_functions(tensors, *asked.functions, asked.plain[1])
         options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, asked.lengths)
-        return functions.options(options, shift_of(tensors))
+        return functions.options(options, shift_of(tensors) or 0)
     return read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, asked.lengths)
 
 

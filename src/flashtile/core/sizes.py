@@ -44,3 +44,12 @@ def is_expanded(x: Tensor) -> bool:
 def differ(shape: Sequence[int], other: Sequence[int]) -> bool:
     """Whether two shapes are not the same."""
     return len(shape) != len(other) or any(holds(n != m) for n, m in zip(shape, other, strict=True))
+
+
+def number(size: Any) -> int | None:
+    """The value of a size, None where it is a symbol."""
+    if type(size) is int and not torch.compiler.is_compiling():
+        return size
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return int(size) if has_static_value(size) else None
