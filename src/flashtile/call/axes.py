@@ -158,18 +158,20 @@ def is_packed(t: Any) -> bool:
 
 # No model has more heads, and none that had them would attend to so few rows and keys.
 _MOST_HEADS, _FEW_ROWS = 128, 128
-_warned = False
 
 
-def warn_of_heads_first(shape: tuple[int, ...], of_k: tuple[int, ...]) -> None:
-    """Once in a process, of sizes that are numbers: no guard of a traced call may follow from a warning."""
-    global _warned
-    if _warned or any(type(n) is not int for n in (*shape[1:3], of_k[1])):
-        return
-    if max(shape[1], of_k[1]) <= _FEW_ROWS and shape[2] > _MOST_HEADS:
-        _warned = True
-        read = f"q of shape {tuple(shape)} is read as (batch, seqlen, heads, head_dim), so as {shape[2]} heads"
-        warnings.warn(f"{read} of {shape[1]} rows; if heads come before rows, give q.transpose(1, 2)", stacklevel=2)
+def warned_of_heads_first(shape: tuple[int, ...], of_k: tuple[int, ...]) -> bool:
+    """Warns of a dense call whose heads seem to come before its rows, and returns whether it did.
+
+    Of sizes that are numbers: no guard of a traced call may follow from a warning.
+    """
+    if any(type(n) is not int for n in (*shape[1:3], of_k[1])):
+        return False
+    if max(shape[1], of_k[1]) > _FEW_ROWS or shape[2] <= _MOST_HEADS:
+        return False
+    read = f"q of shape {tuple(shape)} is read as (batch, seqlen, heads, head_dim), so as {shape[2]} heads"
+    warnings.warn(f"{read} of {shape[1]} rows; if heads come before rows, give q.transpose(1, 2)", stacklevel=2)
+    return True
 
 
 def _shape_text(axes: list[str]) -> str:

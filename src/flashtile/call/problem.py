@@ -18,7 +18,7 @@ from torch import Tensor
 from flashtile.call.arguments import DTYPES as DTYPES
 from flashtile.call.arguments import TENSORS, Grads, Options, differentiable, grads_of
 from flashtile.call.arguments import Tensors as Tensors
-from flashtile.call.axes import Axes, checked_kinds, is_aligned, is_packed, packed_lengths, warn_of_heads_first
+from flashtile.call.axes import Axes, checked_kinds, is_aligned, is_packed, packed_lengths, warned_of_heads_first
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band, Origin
 from flashtile.core.sizes import holds
@@ -321,8 +321,12 @@ def described(**values: Any) -> Problem:
     return _NOTHING.but(**values)
 
 
+_warned = False  # of heads first, once in a process
+
+
 def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     """Checks dtypes, devices and shapes; returns sizes by axis name."""
+    global _warned
     rows, axes = checked_kinds(t, TENSORS), Axes({"batch seqlen": "total"} if is_packed(t) else {})
     axes.fix("dropout's state", "numbers", 2)
     axes.fix("an origin", "origin", len(Origin._fields))
@@ -342,8 +346,8 @@ def _check_tensors(t: Tensors, options: Options) -> dict[str, int]:
     if t.row_blocks is not None:
         for axis, block in zip("qk", options.listed[:2], strict=True):
             axes.fix("block_mask", f"blocks_{axis}", -(-axes.sizes[f"seqlen_{axis}"] // block))
-    if not packed:
-        warn_of_heads_first(t.q.shape, t.k.shape)
+    if not packed and not _warned:
+        _warned = warned_of_heads_first(t.q.shape, t.k.shape)
     axes.bind_all(rows)
     return axes.sizes
 
