@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # 8 bits like cuDNN's 5.
 # tests: what is tested twice is tested once; a capability brings its own tests. What Triton 3.6 forgets takes 90, what
 # others reported of their libraries (huge scores, what changes between calls, symbols, refusals) 1,850.
-TOTAL_LINES = {"src/flashtile": 46_110, "extras/flashtile_lab": 6_380, "benchmarks": 5_980, "tests": 39_840}
+TOTAL_LINES = {"src/flashtile": 46_110, "extras/flashtile_lab": 6_380, "benchmarks": 5_980, "tests": 40_100}
 # Of these the total alone is limited: a table of cases is as long as it is, and a test takes all that it is tried with.
 TOTAL_ALONE = ("tests",)
 FILE_LINES = 400

@@ -21,7 +21,7 @@ _FIGURES: dict[str, tuple[tuple[str, str | None], ...]] = {
     "time": (("analysis/compute.py", "exponential_cost"), ("analysis/traffic.py", "tiled_traffic")),
     "matrix": (
         ("core/masks.py", "Band.row_keys"), ("core/masks.py", "Band.any_keys"), ("core/masks.py", "Band.all_keys"),
-        ("backends/cpu/plan.py", "sequences"),
+        ("backends/cpu/sequences.py", "sequences"),
     ),
     "traffic": (
         ("analysis/traffic.py", "standard_traffic"), ("analysis/traffic.py", "tiled_traffic"),
