@@ -10,7 +10,7 @@ import torch
 
 import flashtile
 from flashtile.api import blocks
-from flashtile.api.blocks import evaluated
+from flashtile.ops.lists import evaluated
 from flashtile.backends.portable.backward import operands
 from flashtile.backends.portable.lists import kinds
 from flashtile.call.functions import Function
