@@ -392,7 +392,7 @@ class Language:
             "dot": _dot,
             "expand_dims": lambda x, axis: Value(x.data.unsqueeze(axis)),
             "static_range": range,
-            "range": range,
+            "range": lambda *args, **options: range(*args),
             "static_assert": _static_assert,
             "program_id": self.program_id,
             "num_programs": self.count_programs,

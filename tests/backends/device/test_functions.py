@@ -226,6 +226,25 @@ def test_packed_tiles_reach_every_row_once(lengths: list[int], spare: int, heads
 
 
 @triton.jit
+def _tensor_of_tiles_kernel(cu_ptr, out_ptr, num_sequences, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    tiles = tl.arange(0, WIDTH)
+    b, block = scheduler.packed_tiles(cu_ptr, num_sequences, tl.minimum(tiles, count - 1), BLOCK)
+    tl.store(out_ptr + tiles * 2, b, mask=tiles < count)
+    tl.store(out_ptr + tiles * 2 + 1, block, mask=tiles < count)
+
+
+@pytest.mark.parametrize("lengths", [[5], [0, 0, 9], [1, 1, 1, 1, 1], [33, 0, 7, 15, 0, 16, 16], []])
+def test_packed_tiles_are_found_together_as_alone(lengths: list[int]) -> None:
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    total = sum(lengths) + 20
+    count = scheduler.num_packed_tiles(total, len(lengths), 16)
+    alone, together = torch.full((count, 4), -1, dtype=torch.int32), torch.full((count, 2), -1, dtype=torch.int32)
+    _tiles_kernel[(count,)](offsets, alone, len(lengths), total, 1, BLOCK=16, SPARE=0)
+    _tensor_of_tiles_kernel[(1,)](offsets, together, len(lengths), count, BLOCK=16, WIDTH=32)
+    assert torch.equal(together, alone[:, :2])
+
+
+@triton.jit
 def _grouped_kernel(out_ptr, num_blocks, num_heads, heads_at_once):
     pid = tl.program_id(0)
     block, head = scheduler.grouped_tile(pid, num_blocks, num_heads, heads_at_once)

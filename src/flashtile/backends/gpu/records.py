@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device import dropout, mods
@@ -108,3 +110,15 @@ def functions_of(problem: Problem, t: Any) -> tuple[Mod | None, Mod | None]:
 
     score, mask = score_function(problem, t), mask_function(problem, t)
     return mod_of(score, 0, table_of(problem)), mod_of(mask, 0 if score is None else len(score.numbers))
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU, for tensors without data of the current one; 2 for Triton's interpreter."""
+    if device.type == "meta" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _multiprocessors(device) if device.type == "cuda" else 2
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

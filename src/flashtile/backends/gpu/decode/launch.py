@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -15,7 +14,7 @@ from flashtile.backends.gpu.decode.config import Config, choose
 from flashtile.backends.gpu.decode.kernel import cache_attention
 from flashtile.backends.gpu.host import Step, kept, like_floats, run
 from flashtile.backends.gpu.launch import Launch
-from flashtile.backends.gpu.records import operand_names, read_by_mods
+from flashtile.backends.gpu.records import multiprocessors, operand_names, read_by_mods
 from flashtile.backends.gpu.trial import tried
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
@@ -170,18 +169,6 @@ def zeros(device: torch.device, count: int) -> Tensor:
     if counters is None or len(counters) < count:
         counters = _counters[device, stream] = kept((max(count, 4096),), torch.int32, device)
     return counters
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU, for tensors without data of the current one; 2 for Triton's interpreter."""
-    if device.type == "meta" and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    return _multiprocessors(device) if device.type == "cuda" else 2
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def attention_call(

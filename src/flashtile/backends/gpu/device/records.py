@@ -87,15 +87,12 @@ class Output(NamedTuple):
         lse: Contiguous (batch, num_heads_q, rows) float32; with ``Mods.LARGE`` in two parts, (..., rows, 2).
         partial_out: Like out: the output over other keys, or None.
         partial_lse: Like lse: the lse over those keys.
-        REPAIRS: Whether another kernel has stored all, of lse the first parts, and rows that it lost are computed
-            again: see ``softmax.is_lost``.
     """
 
     out: Any
     lse: Any
     partial_out: Any
     partial_lse: Any
-    REPAIRS: Any = False
 
 
 class Scale(NamedTuple):

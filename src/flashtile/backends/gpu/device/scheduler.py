@@ -72,6 +72,19 @@ def packed_tile(cu_seqlens_ptr, num_sequences, tile, BLOCK: tl.constexpr, rows_p
 
 
 @triton.jit
+def packed_tiles(cu_seqlens_ptr, num_sequences, tiles, BLOCK: tl.constexpr):
+    """``packed_tile`` of a tensor of tiles, whose searches take the same number of steps."""
+    low, left = tiles * 0, num_sequences
+    high = low + num_sequences
+    while left > 0:
+        middle = (low + high + 1) // 2
+        is_past = first_packed_tile(tl.load(cu_seqlens_ptr + middle), middle, BLOCK, 1, 0) <= tiles
+        low, high = tl.where(is_past, middle, low), tl.where(is_past, high, middle - 1)
+        left = left // 2
+    return low, tiles - first_packed_tile(tl.load(cu_seqlens_ptr + low), low, BLOCK, 1, 0)
+
+
+@triton.jit
 def first_packed_tile(start, b, BLOCK: tl.constexpr, rows_per_token, SPARE: tl.constexpr):
     """The first tile of sequence b, which begins at position ``start``; see ``packed_tile``."""
     return (start + b * SPARE) * rows_per_token // BLOCK + b

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode.config import Config
-from flashtile.backends.gpu.decode.launch import Bounds, DecodePlan, attention_call, multiprocessors
+from flashtile.backends.gpu.decode.launch import Bounds, DecodePlan, attention_call
 from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.records import multiprocessors
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.decode.config import choose, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.kernel import wide_cache_attention

@@ -8,9 +8,8 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode import records
-from flashtile.backends.gpu.decode.launch import multiprocessors
 from flashtile.backends.gpu.launch import Launch, TensorMap
-from flashtile.backends.gpu.records import geometry
+from flashtile.backends.gpu.records import geometry, multiprocessors
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.latent.config import PATIENCE, ROWS, choose, lanes_of
 from flashtile.backends.hopper.latent.kernel import latent_attention

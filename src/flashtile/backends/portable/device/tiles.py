@@ -39,8 +39,10 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def locate(call, tiles, splits):
+def locate(call, tiles, splits, tile=None):
     """The ``Place`` of this program's tile: of query rows, or, given ``splits``, of keys for one split of a group.
+
+    tile: Its number, or a tensor of such numbers, where a program has more than one.
 
     Programs of packed sequences are numbered by block first, then by head. Dense ones process heads_at_once heads
     (counted over all sequences) at a time, which share the cache; of those, the longest blocks of all heads first.
@@ -51,10 +53,13 @@ def locate(call, tiles, splits):
     if OVER_KEYS:
         sequences, num_heads = call.keys, call.heads.num_q // call.heads.group_size * splits
     PACKED: tl.constexpr = sequences.cu_seqlens is not None
-    pid = tl.program_id(0)
+    pid = tl.program_id(0) if tile is None else tile
     if PACKED:
         num_tiles = sequences.length // BLOCK + sequences.count + 1
-        b, block = scheduler.packed_tile(sequences.cu_seqlens, sequences.count, pid % num_tiles, BLOCK)
+        if tile is None:
+            b, block = scheduler.packed_tile(sequences.cu_seqlens, sequences.count, pid % num_tiles, BLOCK)
+        else:
+            b, block = scheduler.packed_tiles(sequences.cu_seqlens, sequences.count, pid % num_tiles, BLOCK)
         head = pid // num_tiles
     else:
         num_tiles = (sequences.length + BLOCK - 1) // BLOCK

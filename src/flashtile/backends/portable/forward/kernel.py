@@ -26,6 +26,9 @@ from flashtile.backends.portable.device.tile_io import (
 )
 from flashtile.backends.portable.device.tiles import locate
 
+# Tiles that ``repair_forward`` looks at together.
+AT_ONCE = tl.constexpr(8)
+
 
 @triton.jit
 def attend(acc, row_max, row_sum, q, m_first, visit, call, tiles, head, keys):
@@ -92,20 +95,20 @@ def merged(tile, lse, more, more_lse, LARGE: tl.constexpr):
 
 
 @triton.jit
-def lost_rows(call, output, h, queries, rows):
-    """Which of a tile's rows another kernel has lost; stores the second part of lse of all others.
+def lost_rows(call, output, place, rows, exists):
+    """Where lse of rows is stored, which of them another kernel has lost, and which it has not.
 
-    Also rows of which out is NaN: probabilities of the first keys, if their scores are huge, may be past what float16
-    has, and are multiplied with 0 once a later key has a greater score.
+    Lost are also rows of which out is NaN: probabilities of the first keys, if their scores are huge, may be past what
+    float16 has, and are multiplied with 0 once a later key has a greater score.
     """
-    b, num_heads = tl.cast(queries.batch_index, tl.int64), call.heads.num_q
-    lse_at = (b * num_heads + h) * call.queries.length + queries.start
-    at, exists = output.lse + 2 * (lse_at + rows), rows < queries.length
-    first = output.out + ((b * call.queries.length + queries.start + rows) * num_heads + h) * call.v.DIM
+    queries, num_heads = place.queries, call.heads.num_q
+    b = tl.cast(queries.batch_index, tl.int64)
+    at = (b * num_heads + place.head) * call.queries.length + queries.start + rows
+    exists = exists & (rows < queries.length)
+    first = output.out + ((b * call.queries.length + queries.start + rows) * num_heads + place.head) * call.v.DIM
     out = tl.load(first, mask=exists, other=0.0).to(tl.float32)
-    lost = exists & (softmax.is_lost(tl.load(at, mask=exists, other=0.0)) | (out != out))
-    tl.store(at + 1, 0.0, mask=exists & (lost == 0))
-    return lost
+    lost = softmax.is_lost(tl.load(output.lse + 2 * at, mask=exists, other=0.0)) | (out != out)
+    return at, exists & lost, exists & (lost == 0)
 
 
 @triton.jit
@@ -117,21 +120,56 @@ def attention_forward(call, output, tiles):
         output: ``records.Output``.
         tiles: ``tiles.Tiles``.
     """
+    place = locate(call, tiles, None)
+    if place.block * tiles.BLOCK_M >= place.queries.length:
+        return
+    attend_rows(call, output, tiles, place, None)
+
+
+@triton.jit
+def repair_forward(call, output, tiles, count):
+    """Computes lost rows again, where another kernel has stored all, of lse the first parts; the others get the second.
+
+    Programs are few, and each looks at several of its tiles at once, as in most of them no row is lost.
+
+    Args:
+        call: As of ``attention_forward``, like what follows.
+        output: See there.
+        tiles: See there.
+        count: Number of tiles.
+    """
+    step = tl.num_programs(0)
+    for first in tl.range(tl.program_id(0), count, step * AT_ONCE, disable_licm=True):
+        if have_lost(call, output, tiles, first + step * tl.arange(0, AT_ONCE)[:, None], count) > 0:
+            for number in tl.range(first, tl.minimum(first + step * AT_ONCE, count), step, disable_licm=True):
+                place = locate(call, tiles, None, number)
+                rows = place.block * tiles.BLOCK_M + tl.arange(0, tiles.BLOCK_M)
+                _at, lost, _kept = lost_rows(call, output, place, rows, True)
+                if tl.max(lost.to(tl.int32), 0) > 0:
+                    attend_rows(call, output, tiles, place, lost)
+
+
+@triton.jit
+def have_lost(call, output, tiles, numbers, count):
+    """Whether tiles [AT_ONCE, 1] have lost rows; stores the second part of lse of their others."""
+    place = locate(call, tiles, None, tl.minimum(numbers, count - 1))
+    rows = place.block * tiles.BLOCK_M + tl.arange(0, tiles.BLOCK_M)[None, :]
+    at, lost, kept = lost_rows(call, output, place, rows, numbers < count)
+    tl.store(output.lse + 2 * at + 1, 0.0, mask=kept)
+    return tl.max(tl.max(lost.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def attend_rows(call, output, tiles, place, wanted):
+    """``attention_forward`` of the tile at a ``tiles.Place``; wanted: which rows to store, or None for all."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     LISTED: tl.constexpr = call.mods.band.lists is not None
     ONE_LOOP: tl.constexpr = tiles.ONE_LOOP and not LISTED
     BRANCH: tl.constexpr = ONE_LOOP and not tiles.MASK_ALL
-    place = locate(call, tiles, None)
     h, queries, keys = place.head, place.queries, place.keys
     m_first = place.block * BLOCK_M
-    if m_first >= queries.length:
-        return
     rows = m_first + tl.arange(0, BLOCK_M)
-    if output.REPAIRS:
-        lost = lost_rows(call, output, h, queries, rows)
-        if tl.max(lost.to(tl.int32), 0) == 0:
-            return
     head = mods.head_of(call.mods, place.b, h, queries.length, keys.length)
     # Not by descriptor, here and in the backward: a descriptor load before a loop keeps its values in registers
     # throughout.
@@ -175,9 +213,9 @@ def attention_forward(call, output, tiles):
         out, lse = merged(out, lse, more_out, more_lse, LARGE)
     store_contiguous(
         output.out, call.queries, call.heads.num_q, h, queries, m_first, out, call.v.DIM, call.v.BLOCK_DIM,
-        wanted=lost if output.REPAIRS else None,
+        wanted=wanted,
     )  # fmt: skip
     exists = rows < queries.length
-    if output.REPAIRS:
-        exists = lost
+    if wanted is not None:
+        exists = wanted
     softmax.store_lse(output.lse, lse_at + rows, lse, exists, LARGE)

@@ -10,11 +10,11 @@ from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.records import operand_names, read_by_mods, table_launches
+from flashtile.backends.gpu.records import multiprocessors, operand_names, read_by_mods, table_launches
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward.config import choose
-from flashtile.backends.portable.forward.kernel import attention_forward
+from flashtile.backends.portable.forward.kernel import attention_forward, repair_forward
 from flashtile.backends.portable.records import (
     call_of,
     heads_at_once,
@@ -97,14 +97,17 @@ def forward_launch(
         tensors: Its tensors.
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
-        side: Given to repair rows, ``Output.REPAIRS``: the tiles, with the operand of their bounds.
+        side: Given to repair rows, by ``repair_forward``: the tiles, with the operand of their bounds.
     """
     masks = masks_of(problem, tensors, side or Side(config.block_m))
     call, _ = call_of(problem, tensors, config, ("k", "v"), masks=masks)
     more, more_lse = (Pointer(torch.float32, name) if is_joined else None for name in ("partial_out", "partial_lse"))
     lse = Pointer(torch.float32, "lse")
-    output = Output(Pointer(problem.out_dtype, "out"), lse, more, more_lse, side is not None)
+    output = Output(Pointer(problem.out_dtype, "out"), lse, more, more_lse)
     tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))
     programs = num_programs(problem, tensors, config.block_m)
     arguments = {"call": call, "output": output, "tiles": tiles}
-    return Launch(attention_forward, programs, arguments, config.options())
+    if side is None:
+        return Launch(attention_forward, programs, arguments, config.options())
+    at_once = min(2 * multiprocessors(tensors.q.device), programs)
+    return Launch(repair_forward, at_once, {**arguments, "count": programs}, config.options())
