@@ -31,7 +31,7 @@ from flashtile.backends.portable.device.tile_io import (
     times_transposed,
     zeros,
 )
-from flashtile.backends.portable.device.tiles import locate
+from flashtile.backends.portable.device.tiles import AT_ONCE, locate
 
 
 class RowTerms(NamedTuple):
@@ -357,25 +357,50 @@ def over_keys(dq, q, dout, lse, delta, rows, visit, call, tiles, head, place, su
 @triton.jit
 def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias_sums, tiles):
     """Computes dq of BLOCK_M rows of one head, contiguous at ``dq_ptr``, or ADDS it; bias_sums: ``BiasSums``."""
+    place = locate(call, tiles, None)
+    if place.block * tiles.BLOCK_M >= place.queries.length:
+        return
+    if ADDS:  # noqa: SIM102
+        if place.keys.length == 0:
+            return
+    dq_of_rows(call, douts, of_rows, dq_ptr, ADDS, bias_sums, tiles, place)
+
+
+@triton.jit
+def repair_dq(call, douts, of_rows, dq_ptr, bias_sums, tiles, count):
+    """Adds what lost rows add to dq; in programs as of ``repair_forward``, count being the number of tiles."""
+    step = tl.num_programs(0)
+    for first in tl.range(tl.program_id(0), count, step * AT_ONCE, disable_licm=True):
+        if least_lse(call, of_rows, tiles, first + step * tl.arange(0, AT_ONCE)[:, None], count) < float("inf"):
+            for number in tl.range(first, tl.minimum(first + step * AT_ONCE, count), step, disable_licm=True):
+                if least_lse(call, of_rows, tiles, number + tl.zeros([1, 1], tl.int32), count) < float("inf"):
+                    place = locate(call, tiles, None, number)
+                    dq_of_rows(call, douts, of_rows, dq_ptr, True, bias_sums, tiles, place)
+
+
+@triton.jit
+def least_lse(call, of_rows, tiles, numbers, count):
+    """Of all rows of a column of tiles, those outside not counting."""
+    place = locate(call, tiles, None, tl.minimum(numbers, count - 1))
+    rows = place.block * tiles.BLOCK_M + tl.arange(0, tiles.BLOCK_M)[None, :]
+    at = (tl.cast(place.queries.batch_index, tl.int64) * call.heads.num_q + place.head) * of_rows.stride_head
+    exists = (rows < place.queries.length) & (numbers < count)
+    lse = tl.load(of_rows.lse + at + place.queries.start + rows, mask=exists, other=float("inf"))
+    return tl.min(tl.min(lse, 1), 0)
+
+
+@triton.jit
+def dq_of_rows(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias_sums, tiles, place):
+    """``attention_backward_dq`` of the tile at a ``tiles.Place``."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     LISTED: tl.constexpr = call.mods.band.lists is not None
     ONE_LOOP: tl.constexpr = tiles.ONE_LOOP and not LISTED
     BRANCH: tl.constexpr = ONE_LOOP and not tiles.MASK_ALL
-    place = locate(call, tiles, None)
+    REPAIRS: tl.constexpr = of_rows.flags is not None
     h, queries, keys = place.head, place.queries, place.keys
     m_first = place.block * BLOCK_M
-    if m_first >= queries.length:
-        return
-    if ADDS:  # noqa: SIM102
-        if keys.length == 0:
-            return
     head = mods.head_of(call.mods, place.b, h, queries.length, keys.length)
-    REPAIRS: tl.constexpr = of_rows.flags is not None
-    if REPAIRS:
-        lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, m_first + tl.arange(0, BLOCK_M))
-        if tl.min(lse[0], 0) == float("inf"):
-            return
     q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)
     dout = load_rows(HeadRows(douts, h, queries), m_first, BLOCK_M, True)
     rows = m_first + tl.arange(0, BLOCK_M)

@@ -14,7 +14,7 @@ from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.records import operand_names, read_by_mods, rows_of, table_launches
+from flashtile.backends.gpu.records import multiprocessors, operand_names, read_by_mods, rows_of, table_launches
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.backward.config import (
     MOST_SUMS,
@@ -31,6 +31,7 @@ from flashtile.backends.portable.backward.kernel import (
     KeyGradients,
     attention_backward_dkdv,
     attention_backward_dq,
+    repair_dq,
 )
 from flashtile.backends.portable.backward.preprocess import ForwardResults, prepare_rows, sum_gqa_splits
 from flashtile.backends.portable.backward.workspace import (
@@ -286,9 +287,13 @@ def dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool, repa
     tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))
     arguments = {
         "call": call, "douts": rows, "of_rows": row_terms(problem, tensors, repair),
-        "dq_ptr": Pointer(problem.grad_dtype, "dq"), "ADDS": adds, "bias_sums": sums, "tiles": tiles,
+        "dq_ptr": Pointer(problem.grad_dtype, "dq"), "bias_sums": sums, "tiles": tiles,
     }  # fmt: skip
-    return Launch(attention_backward_dq, num_programs(problem, tensors, config.block_m), arguments, config.options())
+    programs = num_programs(problem, tensors, config.block_m)
+    if repair is None:
+        return Launch(attention_backward_dq, programs, {**arguments, "ADDS": adds}, config.options())
+    at_once = min(2 * multiprocessors(tensors.q.device), programs)
+    return Launch(repair_dq, at_once, {**arguments, "count": programs}, config.options())
 
 
 def adds_bias(problem: Problem, bias: Tensor | None) -> bool:

@@ -9,6 +9,9 @@ import triton.language as tl
 
 from flashtile.backends.gpu.device import scheduler, sequence
 
+# Tiles that a program of a repair looks at together.
+AT_ONCE = tl.constexpr(8)
+
 
 class Tiles(NamedTuple):
     """The last argument of the portable kernels.

@@ -24,10 +24,7 @@ from flashtile.backends.portable.device.tile_io import (
     times_transposed,
     zeros,
 )
-from flashtile.backends.portable.device.tiles import locate
-
-# Tiles that ``repair_forward`` looks at together.
-AT_ONCE = tl.constexpr(8)
+from flashtile.backends.portable.device.tiles import AT_ONCE, locate
 
 
 @triton.jit
