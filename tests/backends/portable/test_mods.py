@@ -10,13 +10,13 @@ import torch
 
 import flashtile
 from flashtile.api import blocks
-from flashtile.ops.lists import evaluated
 from flashtile.backends.portable.backward import operands
 from flashtile.backends.portable.lists import kinds
 from flashtile.call.functions import Function
 from flashtile.mods.block_mask import with_bits
 from flashtile.mods.graph import parse
 from flashtile.mods.record import lowered
+from flashtile.ops.lists import evaluated
 from tests.cases import Case, judge
 from tests.fuzz.functions import fuzz
 from tests.mods import calls
