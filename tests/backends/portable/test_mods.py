@@ -177,7 +177,7 @@ def test_the_kernel_of_bits_keeps_what_pytorch_keeps(
     want = calls.stored_bits(with_bits(plain, functools.partial(calls.store_bits, plain)))
     found = calls.stored_bits(made)
     assert made.has_bits and all(map(torch.equal, found, want))
-    assert all(map(torch.equal, made.entries(), plain.entries()))
+    assert all(map(torch.equal, made.dense(), plain.dense()))
     monkeypatch.setattr(blocks, "_MOST_BYTES", 4 * sum(x.numel() for x in want))
     assert flashtile.create_block_mask(function, 2, 3, 290, 390, "cpu", size).has_bits
     monkeypatch.setattr(blocks, "_MOST_BYTES", 4 * sum(x.numel() for x in want) - 1)
