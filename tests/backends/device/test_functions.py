@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import blocks, dropout, functions, mods, records, scheduler, sequence
-from flashtile.backends.gpu.device.mods import Mod
+from flashtile.backends.gpu.device.records import Alibi, Band, Dropout, Mod, Mods, ScoreTensor
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import interpret
 from flashtile.backends.gpu.launch import Const, Launch
-from flashtile.backends.gpu.records import named
+from flashtile.backends.gpu.records import named, num_packed_tiles, threshold_bits
 from flashtile.core import philox
 from flashtile.core.masks import Band
 
@@ -54,7 +54,7 @@ def test_block_ranges_cover_and_full_blocks_are_full(band: Band, of_keys: bool) 
         for start in range(0, keep.shape[0], tile):
             stop = min(start + tile, keep.shape[0])
             out = torch.full((4,), -99, dtype=torch.int32)
-            given = mods.Band(band.left, band.right, band.chunk)
+            given = Band(band.left, band.right, band.chunk)
             _ranges_kernel[(1,)](out, start, stop - 1, seqlen_q, seqlen_k, given, BLOCK=block, OF_KEYS=of_keys)
             low, full_low, full_high, high = out.tolist()
             assert low <= full_low <= full_high <= high, (band, seqlen_q, seqlen_k, start)
@@ -115,17 +115,17 @@ def test_score_and_mask_mods_are_applied_in_order(given: tuple[str, ...], own: b
     kept = torch.rand(2, 4, rows, keys) > 0.5
     out = torch.full((48, 16), torch.nan)
 
-    def pairs(tensor: torch.Tensor) -> mods.ScoreTensor:
-        return mods.ScoreTensor(tensor, *tensor.stride()[:3], Const(1))
+    def pairs(tensor: torch.Tensor) -> ScoreTensor:
+        return ScoreTensor(tensor, *tensor.stride()[:3], Const(1))
 
     transforms, names = named(
         first=Mod(_twice, _twice_linear, None, cap) if own else Mod(mods.softcap, mods.softcap_linear, None, cap),
-        alibi=Mod(mods.alibi, None, mods.slope_of_head, mods.Alibi(slopes, 4)) if "alibi" in given else None,
+        alibi=Mod(mods.alibi, None, mods.slope_of_head, Alibi(slopes, 4)) if "alibi" in given else None,
         bias=Mod(mods.bias, None, mods.tensor_of_head, pairs(bias)) if "bias" in given else None,
     )
     mask = Mod(mods.select_tensor, None, mods.tensor_of_head, pairs(kept.view(torch.uint8)))
     masks, mask_names = named(mask=mask if "mask" in given else None)
-    both = mods.Mods(0.5, transforms, mods.Band(None, 0), masks, None, None, names, mask_names, True, "ieee")
+    both = Mods(0.5, transforms, Band(None, 0), masks, None, None, names, mask_names, True, "ieee")
     arguments = {"x_ptr": x, "given": both, "out_ptr": out, "b": b, "h": h, "seqlen_q": rows, "seqlen_k": keys,
                  "M": 16, "N": 16}  # fmt: skip
     interpret(Launch(_pairs_kernel, 1, arguments, {}))
@@ -154,12 +154,12 @@ def _dropout_kernel(call, out_ptr, b, h, row, key, M: tl.constexpr, N: tl.conste
 @pytest.mark.parametrize("state", [(0, 0), (123456789012345, 7), (-3, 2**35 + 5), (2**63 - 1, -1)])
 def test_dropout_is_the_defined_mask(dropout_p: float, state: tuple[int, int]) -> None:
     rng = torch.tensor(state, dtype=torch.int64)
-    limit = dropout.threshold_bits(philox.threshold(dropout_p))
+    limit = threshold_bits(philox.threshold(dropout_p))
     places = ((0, 0, 0, 0, 32, 64), (3, 1, 16, 32, 32, 64), (5, 3, 1008, 4096, 32, 64), (1, 2, 48, 16, 16, 32))
     for batch, head, row, key, m, n in places:
         out = torch.full((m, n), 9, dtype=torch.int8)
-        drops = dropout.Dropout(rng, limit, 1.0, None, False)
-        made = mods.Mods(1.0, None, mods.Band(None, None), None, drops, None, "", "", False, "ieee")
+        drops = Dropout(rng, limit, 1.0, None, False)
+        made = Mods(1.0, None, Band(None, None), None, drops, None, "", "", False, "ieee")
         rows = records.Sequences(None, 8, 2000)
         call = records.Call(None, None, None, rows, rows, records.Heads(4, 1), made)
         arguments = {"call": call, "out_ptr": out, "b": batch, "h": head, "row": row, "key": key, "M": m, "N": n}
@@ -212,7 +212,7 @@ def test_packed_tiles_reach_every_row_once(lengths: list[int], spare: int, heads
     block = 16
     bounds = [0, *itertools.accumulate(lengths)]
     total = bounds[-1] + spare
-    tiles = scheduler.num_packed_tiles(total, len(lengths), block, heads, strip - 1)
+    tiles = num_packed_tiles(total, len(lengths), block, heads, strip - 1)
     out = torch.full((tiles, 4), -1, dtype=torch.int32)
     offsets = torch.tensor(bounds, dtype=torch.int32)
     _tiles_kernel[(tiles,)](offsets, out, len(lengths), total, heads, BLOCK=block, SPARE=strip - 1)

@@ -12,6 +12,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.hopper.backward import config as backward_tiles
 from flashtile.backends.hopper.backward import launch, scheduler
+from flashtile.backends.hopper.backward.workspace import gqa_splits
 from flashtile.core.masks import Band
 from flashtile_lab.kernels.hopper import _problem
 from tests.backends.hopper.emulated import on_cpu
@@ -140,7 +141,7 @@ def test_few_key_heads_are_split_and_many_are_not() -> None:
 
     def chosen(band: Band, batch: int, heads: int, heads_kv: int, seqlen: int) -> int:
         problem = _problem(128, band, batch=batch, num_heads_q=heads, num_heads_kv=heads_kv, seqlen_q=seqlen)
-        return scheduler.gqa_splits(problem, config, seqlen)
+        return gqa_splits(problem, config, seqlen)
 
     # 64 tiles for 132 multiprocessors; 128 causal ones, of which the longest is twice the mean; 96, all of 16 heads.
     assert chosen(full, 2, 16, 1, 4096) == 2

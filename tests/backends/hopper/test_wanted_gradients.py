@@ -15,7 +15,7 @@ from flashtile.backends.gpu import host
 from flashtile.backends.gpu.described import described_tensors
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.hopper.backward import config
-from flashtile.backends.hopper.backward.rows import Workspace
+from flashtile.backends.hopper.backward.workspace import Workspace
 from flashtile.call.arguments import GRADIENTS, Grads
 from flashtile.core.masks import Band
 from flashtile_lab.kernels.hopper import _problem

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.distances import SLACK, Table, Tabulated, tabulate
+from flashtile.backends.gpu.device.distances import SLACK, tabulate
+from flashtile.backends.gpu.device.records import DistanceTable, Tabulated
 from flashtile.backends.gpu.functions import module_of, operands_of
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.call.functions import score_function
@@ -17,7 +18,7 @@ from flashtile.mods.places import tabulated
 _BLOCK = 256
 
 
-def table_of(problem: Problem) -> Table | None:
+def table_of(problem: Problem) -> DistanceTable | None:
     """The record of a call's table; None if it has none, as over a cache, where each sequence has few rows."""
     key = problem.score_function
     if key is None or problem.keys.used or not (values := tabulated(key.graph)):
@@ -26,7 +27,7 @@ def table_of(problem: Problem) -> Table | None:
     before = problem.seqlen_k + SLACK.value
     size = before + problem.seqlen_q + SLACK.value
     batch = problem.batch if "b" in ops else 1
-    return Table(Pointer(torch.float32, "distances"), batch, problem.num_heads_q, size, before)
+    return DistanceTable(Pointer(torch.float32, "distances"), batch, problem.num_heads_q, size, before)
 
 
 def new_table(problem: Problem, like: Tensor) -> Tensor | None:

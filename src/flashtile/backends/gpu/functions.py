@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.mods import Mod, Operand, Operands
+from flashtile.backends.gpu.device.records import Mod, Operand, Operands
 from flashtile.backends.gpu.launch import Captured, Const, Pointer
 from flashtile.call.functions import Function
 from flashtile.mods.printed import name_of, source
@@ -33,7 +33,7 @@ def mod_of(function: Function | None, first_number: int = 0, table: Any = None) 
     Args:
         function: The mod.
         first_number: The place of its first number.
-        table: ``distances.Table`` of what it computes by distance, None if it is to compute that itself.
+        table: ``DistanceTable`` of what it computes by distance, None if it is to compute that itself.
     """
     if function is None:
         return None

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.intervals import Bounds, Interval, Table, interval_bounds
-from flashtile.backends.gpu.device.lists import Lists
+from flashtile.backends.gpu.device.intervals import interval_bounds
+from flashtile.backends.gpu.device.records import Bounds, BoundsTable, Interval, Lists
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.call.problem import Problem, Tensors
 
@@ -16,13 +16,13 @@ _SCAN = 1024
 
 
 class Masks(NamedTuple):
-    """The fields of ``mods.Band`` that are intervals' and lists'.
+    """The fields of ``Band`` that are intervals' and lists'.
 
     Attributes:
         row_keys: ``Interval`` of rows, or None.
         key_rows: That of keys.
         bounds: ``Bounds`` of the kernel's tiles.
-        lists: ``lists.Lists`` of the side of its tiles, or None.
+        lists: ``Lists`` of the side of its tiles, or None.
     """
 
     row_keys: Interval | None
@@ -75,7 +75,7 @@ def bounds_launch(problem: Problem, t: Tensors, side: Side) -> Launch:
     if side.over_keys:
         given, lengths = given[::-1], lengths[::-1]
     batch, heads, tiles = _shape(problem, t, side)
-    table = Table(
+    table = BoundsTable(
         Pointer(torch.int32, side.operand, 4 * side.offset), heads, tiles, *lengths, side.block,
         min(_SCAN, max(16, 1 << (lengths[1] - 1).bit_length())) if lengths[1] else 16,
     )  # fmt: skip

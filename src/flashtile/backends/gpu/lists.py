@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtile.backends.gpu import intervals
-from flashtile.backends.gpu.device.lists import Lists
+from flashtile.backends.gpu.device.records import Lists
 from flashtile.backends.gpu.intervals import Masks, Side
 from flashtile.backends.gpu.launch import pointer
 from flashtile.call.problem import Problem, Tensors

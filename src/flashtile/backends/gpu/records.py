@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device import dropout, mods
-from flashtile.backends.gpu.device.dropout import Dropout
-from flashtile.backends.gpu.device.mods import Alibi, Mod
-from flashtile.backends.gpu.device.records import Rows
+from flashtile.backends.gpu.device import mods
+from flashtile.backends.gpu.device.records import Alibi, Dropout, Mod, Rows
 from flashtile.backends.gpu.device.sequence import PACKED_ROWS
 from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, pointer
 from flashtile.call.problem import Problem
@@ -56,7 +54,7 @@ def named(**given: Mod | None) -> tuple[tuple[Mod, ...] | None, str]:
 def dropout_of(problem: Problem, rng_state: Tensor | None, origins: Pointer | None, has_ptx: bool) -> Dropout:
     """``Mods.dropout``; has_ptx: whether the target takes inline PTX."""
     p = problem.dropout_p
-    limit = dropout.threshold_bits(philox.threshold(p))
+    limit = threshold_bits(philox.threshold(p))
     return Dropout(pointer(rng_state, "rng_state"), limit, 1.0 / (1.0 - p), origins, has_ptx)
 
 
@@ -122,3 +120,13 @@ def multiprocessors(device: torch.device) -> int:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_packed_tiles(total: int, num_sequences: int, block: int, rows_per_token: int = 1, spare: int = 0) -> int:
+    """Programs that ``packed_tile`` needs to reach every row of a packed tensor."""
+    return (total + (num_sequences + 1) * spare) * rows_per_token // block + num_sequences + 1
+
+
+def threshold_bits(threshold: int) -> int:
+    """``philox.threshold`` in the upper half of 32 bits, as the int32 of the same bits: one type for every value."""
+    return (threshold << 16) - (2**32 if threshold >= 2**15 else 0)

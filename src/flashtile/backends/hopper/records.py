@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.dropout import Dropout
-from flashtile.backends.gpu.device.mods import Band, Mod
-from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
+from flashtile.backends.gpu.device.records import Band, Call, Dropout, Heads, Mod, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer

@@ -51,7 +51,7 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def block_kinds(mask, blocks):
-    """Stores 0, 1 (partial) or 2 (full) of one block, by a mask's ``mods.Mod``."""
+    """Stores 0, 1 (partial) or 2 (full) of one block, by a mask's ``Mod``."""
     pid = tl.program_id(0)
     n, m = pid % blocks.keys, pid // blocks.keys % blocks.rows
     group = pid // blocks.keys // blocks.rows

@@ -9,17 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device import mods, scheduler
-from flashtile.backends.gpu.device.dropout import Dropout
-from flashtile.backends.gpu.device.mods import Band, Mod, Mods, ScoreTensor
-from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
+from flashtile.backends.gpu.device import mods
+from flashtile.backends.gpu.device.records import Band, Call, Dropout, Heads, Mod, Mods, Rows, ScoreTensor, Sequences
 from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
-from flashtile.backends.gpu.records import alibi_of, dropout_of, functions_of, geometry, named, rows_of, softcap_of
+from flashtile.backends.gpu.records import (
+    alibi_of,
+    dropout_of,
+    functions_of,
+    geometry,
+    named,
+    num_packed_tiles,
+    rows_of,
+    softcap_of,
+)
 from flashtile.backends.portable import config as tables
 from flashtile.backends.portable.config import Config, tile_dims
+from flashtile.backends.portable.device.records import Tiles
 from flashtile.backends.portable.device.tile_io import widths
-from flashtile.backends.portable.device.tiles import Tiles
 from flashtile.call.axes import is_aligned
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_arguments import QuantizedTensors
@@ -37,7 +44,7 @@ def num_programs(problem: Problem, tensors: Tensors | QuantizedTensors, block: i
     if rows == 0:
         return 0
     if cu_seqlens is not None:
-        return scheduler.num_packed_tiles(rows, problem.batch, block) * heads
+        return num_packed_tiles(rows, problem.batch, block) * heads
     return -(-rows // block) * heads * problem.batch
 
 
@@ -163,7 +170,7 @@ def _unit(dims: tuple[int, int], tensors: Sequence[Tensor]) -> int:
 
 
 def _score_unit(problem: Problem, tensors: Tensors) -> int:
-    """``mods.ScoreTensor.UNIT`` of a call's mask and bias; a packed sequence may have any number of keys."""
+    """``ScoreTensor.UNIT`` of a call's mask and bias; a packed sequence may have any number of keys."""
     given = [x for x in (tensors.attn_mask, tensors.attn_bias) if x is not None]
     if problem.varlen or not given:
         return 1

@@ -20,9 +20,9 @@ from flashtile.backends.gpu.intervals import Side, bounds_launch, most_bounds
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.portable.backward import launch as backward
 from flashtile.backends.portable.backward.config import Kernel, key_kernels
-from flashtile.backends.portable.backward.kernel import RowTerms
 from flashtile.backends.portable.backward.workspace import Repair, num_rows, row_pitch, row_terms
 from flashtile.backends.portable.config import for_repair
+from flashtile.backends.portable.device.records import RowTerms
 from flashtile.backends.portable.forward import launch as forward
 from flashtile.backends.portable.forward.config import choose
 from flashtile.call.problem import Problem, Tensors

@@ -142,7 +142,7 @@ class Call(NamedTuple):
         out: ``Rows`` like q, head_dim_v wide.
         queries: ``Sequences`` of both.
         cache: ``Cache``.
-        mods: ``mods.Mods``.
+        mods: ``Mods``.
         results: ``Results``.
         schedule: ``Schedule``.
         leftpad: (batch,) int32, the first key that counts; None for 0.
@@ -207,7 +207,7 @@ class Rotation(NamedTuple):
         causal: As of ``Call``, where all queries of a sequence that is not causal have the first position; else None.
         cos: Contiguous (rows, DIM / 2).
         sin: Likewise.
-        tree: (batch, tree_rows) int64, as in ``mods.Tree``; None for no trees.
+        tree: (batch, tree_rows) int64, as in ``Tree``; None for no trees.
         tree_rows: Its rows.
         rows: Positions that there are angles of.
         DIM: Features that are rotated, in pairs.

@@ -20,8 +20,7 @@ from flashtile.backends.gpu.decode.call import (
 )
 from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, bounded, hopper_rows
 from flashtile.backends.gpu.device import mods
-from flashtile.backends.gpu.device.mods import Band, Mod, Mods
-from flashtile.backends.gpu.device.records import Rows, Sequences
+from flashtile.backends.gpu.device.records import Band, Mod, Mods, Rows, Sequences, Tree
 from flashtile.backends.gpu.intervals import intervals_of
 from flashtile.backends.gpu.launch import Pointer, pointer
 from flashtile.backends.gpu.records import alibi_of, functions_of, named, rows_of, softcap_of
@@ -135,8 +134,8 @@ def _causal(t: CacheTensors) -> Pointer | None:
     return None if t.causal is None else Pointer(torch.uint8, "causal")
 
 
-def _tree(t: CacheTensors) -> mods.Tree:
-    return mods.Tree(pointer(t.tree_mask, "tree"), None if t.tree_mask is None else t.tree_mask.shape[1])
+def _tree(t: CacheTensors) -> Tree:
+    return Tree(pointer(t.tree_mask, "tree"), None if t.tree_mask is None else t.tree_mask.shape[1])
 
 
 def _mods(problem: Problem, t: CacheTensors) -> Mods:

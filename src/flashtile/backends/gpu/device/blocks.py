@@ -86,7 +86,7 @@ def blocks_between(any_start, all_start, any_stop, all_stop, first, last, BLOCK:
 def key_blocks(row_first, row_last, seqlen_q, seqlen_k, band, BLOCK_N: tl.constexpr):
     """(n_block_min, n_full_min, n_full_max, n_block_max) of rows row_first ... row_last, inclusive, which exist.
 
-    band: ``mods.Band``.
+    band: ``Band``.
     """
     HAS_LEFT: tl.constexpr = band.left is not None
     HAS_RIGHT: tl.constexpr = band.right is not None

@@ -7,8 +7,6 @@ the kernel then reads, from addresses that differ by constants.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -17,32 +15,6 @@ from flashtile.backends.gpu.device.mods import At
 # More than the distances in a block of pairs; and distances on either side of those of the longest sequences.
 TILE = tl.constexpr(256)
 SLACK = tl.constexpr(512)
-
-
-class Table(NamedTuple):
-    """Values of ``places.tabulated``: contiguous (values, batch, heads, size) float32.
-
-    Attributes:
-        ptr: The first.
-        batch: Sequences, 1 where all have the same.
-        heads: Query heads.
-        size: Distances, from ``-before`` on.
-        before: Where the distance 0 is.
-    """
-
-    ptr: Any
-    batch: Any
-    heads: Any
-    size: Any
-    before: Any
-
-
-class Tabulated(NamedTuple):
-    """The printed functions that ``tabulate`` calls, and the ``Operands`` that they read."""
-
-    of_head: Any
-    of_distance: Any
-    operands: Any
 
 
 @triton.jit

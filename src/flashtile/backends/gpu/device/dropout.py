@@ -3,8 +3,6 @@
 # ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -12,24 +10,6 @@ ROUNDS = tl.constexpr(7)
 _MULTIPLY = tl.constexpr(0xD256D193)
 _WEYL = tl.constexpr(0x9E3779B9)
 _WIDE_PRODUCT = tl.constexpr("{ .reg .b64 both; mul.wide.u32 both, $2, 0xD256D193; mov.b64 {$1, $0}, both; }")
-
-
-class Dropout(NamedTuple):
-    """The dropout arguments of a call.
-
-    Attributes:
-        rng_state_ptr: (2,) int64: seed, offset; None without dropout.
-        threshold: ``threshold_bits`` of the probability.
-        keep_scale: Factor of the probabilities that are kept.
-        origins_ptr: (num_sequences, 6) int32, ``Origin`` of each sequence, None where none is part of another.
-        PTX: Whether the target takes inline PTX.
-    """
-
-    rng_state_ptr: Any
-    threshold: Any
-    keep_scale: Any
-    origins_ptr: Any
-    PTX: Any
 
 
 @triton.jit
@@ -105,8 +85,3 @@ def keep_tile(dropout, cipher, b, row, key, M: tl.constexpr, N: tl.constexpr):
         eights = halves.reshape(M // 16, 8, N // 16, 8, 2, 2).permute(0, 4, 1, 2, 5, 3)
         kept = eights.reshape(M, N) >= limit
     return kept
-
-
-def threshold_bits(threshold: int) -> int:
-    """``philox.threshold`` in the upper half of 32 bits, as the int32 of the same bits: one type for every value."""
-    return (threshold << 16) - (2**32 if threshold >= 2**15 else 0)

@@ -26,7 +26,7 @@ def apart(at):
 
 @triton.jit
 def by_distance(table, value: tl.constexpr, at):
-    """A value of a ``distances.Table`` for each pair; no distance is read from outside of it."""
+    """A value of a ``DistanceTable`` for each pair; no distance is read from outside of it."""
     base = distances.of_head(table, value, at.b, at.h)
     if len(at.apart) > 0:
         # Constants are added last: they become part of the instruction that loads.

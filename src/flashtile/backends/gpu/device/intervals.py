@@ -6,72 +6,11 @@ which ``interval_bounds`` writes before. Blocks that an interval cuts are masked
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 # Past every row and key.
 FAR = tl.constexpr(2**30)
-
-
-class Interval(NamedTuple):
-    """Intervals of rows or of keys, int32 (batch, heads, count, 2): the first element of the other side, and the end.
-
-    Attributes:
-        ptr: Of the first pair.
-        batch_step: From one sequence to the next, 0 if they share them; all steps are in numbers.
-        head_step: The same of query heads.
-        step: From one element to the next: 2, or 0 if all have the same.
-        count: Elements.
-    """
-
-    ptr: Any
-    batch_step: Any
-    head_step: Any
-    step: Any
-    count: Any
-
-
-class Bounds(NamedTuple):
-    """Of each tile what ``interval_bounds`` found, int32 (batch, heads, count, 4).
-
-    The first element of the other side that some element of the tile keeps, and the end of those; and the same of those
-    that all of them keep.
-
-    Attributes:
-        ptr: Of the first tile's.
-        batch_step: As in ``Interval``.
-        head_step: As there.
-        count: Tiles.
-    """
-
-    ptr: Any
-    batch_step: Any
-    head_step: Any
-    count: Any
-
-
-class Table(NamedTuple):
-    """What ``interval_bounds`` writes.
-
-    Attributes:
-        ptr: As in ``Bounds``.
-        heads: Heads that differ.
-        tiles: As ``Bounds.count``.
-        length: Elements of the tiles' side.
-        other_length: Elements of the other side.
-        BLOCK: Elements of a tile.
-        SCAN: Elements of the other side that are looked at at once.
-    """
-
-    ptr: Any
-    heads: Any
-    tiles: Any
-    length: Any
-    other_length: Any
-    BLOCK: Any
-    SCAN: Any
 
 
 @triton.jit

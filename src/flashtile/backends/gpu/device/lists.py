@@ -6,36 +6,8 @@ partial blocks first, which the mask's function or bits decide about, then full 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
-
-
-class Lists(NamedTuple):
-    """The lists of one side, rows or keys; holds constants, so it is only passed as an argument, never assigned.
-
-    Attributes:
-        bounds: int32 (batch, heads, count, 3): where a list begins, where its full blocks begin, and where it ends.
-        items: int32, the blocks of the other side.
-        batch_step: From one sequence to the next, 0 if they share them; in numbers.
-        head_step: The same of query heads.
-        count: Blocks of this side.
-        BLOCK: Elements of one, of this side.
-        OTHER: Those of one of the other side.
-        BITS: Whether they have bits that decide about partial blocks, see ``block_mask.with_bits``.
-        EDGES: Whether more than the end of a sequence, the same for all, may cut a full block.
-    """
-
-    bounds: Any
-    items: Any
-    batch_step: Any
-    head_step: Any
-    count: Any
-    BLOCK: Any
-    OTHER: Any
-    BITS: Any
-    EDGES: Any
 
 
 @triton.jit

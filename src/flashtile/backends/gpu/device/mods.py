@@ -27,79 +27,6 @@ import triton.language as tl
 from flashtile.backends.gpu.device import intervals, sequence, softmax
 
 
-class Mod(NamedTuple):
-    """A transform or a mask, see the module; holds constants, so it is only passed as an argument, never assigned.
-
-    Attributes:
-        function: Applies it.
-        linear: The same with its slope; None where that is 1, and of masks.
-        of_head: None where all heads have the same operands.
-        operands: The argument of of_head; without of_head, that of the others.
-        of_rows: Of a printed mod alone, whose functions are those of ``flashtile.mods.printed``.
-        fetch: Likewise.
-    """
-
-    function: Any
-    linear: Any
-    of_head: Any
-    operands: Any
-    of_rows: Any = None
-    fetch: Any = None
-
-
-class Operand(NamedTuple):
-    """A tensor that a printed mod reads: its address, its lengths, and how far apart its elements are by dimension."""
-
-    ptr: Any
-    sizes: Any
-    steps: Any
-
-
-class Operands(NamedTuple):
-    """What a printed mod reads; None for none.
-
-    Attributes:
-        tensors: A tuple of ``Operand``.
-        numbers: A tuple of numbers.
-        table: ``distances.Table`` of what it computes by distance.
-    """
-
-    tensors: Any
-    numbers: Any
-    table: Any = None
-
-
-class Mods(NamedTuple):
-    """How a call's products become probabilities, the same for all heads; only passed as an argument, never assigned.
-
-    Attributes:
-        scale: softmax_scale.
-        scores: Tuple of the transforms, in their order; None for none.
-        band: ``Band``, applied to blocks on its edges alone.
-        masks: Tuple of the masks, applied to all blocks; None for none.
-        dropout: ``dropout.Dropout``.
-        sinks: (num_heads_q,), or None.
-        SCORES: Names of the transforms: ``"softcap bias"``.
-        MASKS: Names of the masks.
-        SCALE_FIRST: Whether scores are scaled before the softmax takes their maximum. Needed with any transform, and
-            with a scale that is not positive; otherwise the scale is folded into the exponential's argument.
-        INPUT_PRECISION: That of the matrix products.
-        LARGE: ``Problem.large_scores``: see ``softmax``.
-    """
-
-    scale: Any
-    scores: Any
-    band: Any
-    masks: Any
-    dropout: Any
-    sinks: Any
-    SCORES: Any
-    MASKS: Any
-    SCALE_FIRST: Any
-    INPUT_PRECISION: Any
-    LARGE: Any = False
-
-
 class Head(NamedTuple):
     """One head of one sequence; shift is the position of row 0, operands are what the mods' ``of_head`` returned."""
 
@@ -137,37 +64,6 @@ class At(NamedTuple):
     apart: Any
 
 
-class Band(NamedTuple):
-    """How many keys before and after its own position a row keeps; None for all.
-
-    With a chunk, which is not None, of so many keys, it keeps none outside of its own. Both sides are then bounded.
-
-    Attributes:
-        left: Before.
-        right: After.
-        chunk: Keys of a chunk.
-        row_keys: ``intervals.Interval`` of rows: the keys that each keeps; None without.
-        key_rows: That of keys: the rows that keep each.
-        bounds: ``intervals.Bounds`` of the kernel's tiles; None without either.
-        lists: ``lists.Lists`` of the blocks that are kept; None for all.
-    """
-
-    left: Any
-    right: Any
-    chunk: Any = None
-    row_keys: Any = None
-    key_rows: Any = None
-    bounds: Any = None
-    lists: Any = None
-
-
-class Alibi(NamedTuple):
-    """ALiBi slopes by head; ptr is None without any, stride_b 0 if sequences share them."""
-
-    ptr: Any
-    stride_b: Any
-
-
 class PartSlope(NamedTuple):
     """What ``alibi_of_part`` takes: i and j are ``|offset + row_step * i - key_step * j|`` apart."""
 
@@ -177,21 +73,6 @@ class PartSlope(NamedTuple):
     key_step: Any
 
 
-class ScoreTensor(NamedTuple):
-    """A bias or mask over (batch, heads, rows, keys), with stride 0 where it broadcasts; ptr is None without one.
-
-    The number of keys and the strides but for stride_col are multiples of UNIT, so that a load takes UNIT keys at once.
-    It holds constants, so it is only passed as an argument, never assigned.
-    """
-
-    ptr: Any
-    stride_b: Any
-    stride_head: Any
-    stride_row: Any
-    stride_col: Any
-    UNIT: Any = 1
-
-
 class HeadTensor(NamedTuple):
     """A ``ScoreTensor`` of one head: base is the address of row position 0 and key 0."""
 
@@ -199,13 +80,6 @@ class HeadTensor(NamedTuple):
     stride_row: Any
     stride_col: Any
     seqlen_k: Any
-
-
-class Tree(NamedTuple):
-    """Draft trees: words (batch, rows) int64; sequences of more rows have none."""
-
-    ptr: Any
-    rows: Any
 
 
 class TreeRows(NamedTuple):

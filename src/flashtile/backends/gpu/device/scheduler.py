@@ -90,11 +90,6 @@ def first_packed_tile(start, b, BLOCK: tl.constexpr, rows_per_token, SPARE: tl.c
     return (start + b * SPARE) * rows_per_token // BLOCK + b
 
 
-def num_packed_tiles(total: int, num_sequences: int, block: int, rows_per_token: int = 1, spare: int = 0) -> int:
-    """Programs that ``packed_tile`` needs to reach every row of a packed tensor."""
-    return (total + (num_sequences + 1) * spare) * rows_per_token // block + num_sequences + 1
-
-
 # Up to so many blocks a head is short: its keys and values take about as long to load as to multiply.
 _SHORT_HEAD = tl.constexpr(4)
 

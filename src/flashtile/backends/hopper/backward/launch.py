@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device import scheduler
 from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Masks, Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.records import operand_names, read_by_mods, table_launches
+from flashtile.backends.gpu.records import num_packed_tiles, operand_names, read_by_mods, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward import records
 from flashtile.backends.hopper.backward.config import Config
 from flashtile.backends.hopper.backward.kernel import attention_backward
 from flashtile.backends.hopper.backward.records import Results, Schedule, Splits, Sums, Tiles, Work
-from flashtile.backends.hopper.backward.rows import Workspace, finish_gradient, key_blocks, prepare_rows
+from flashtile.backends.hopper.backward.rows import finish_gradient, prepare_rows
 from flashtile.backends.hopper.backward.scheduler import BOUNDS_BLOCK
+from flashtile.backends.hopper.backward.workspace import Workspace, key_blocks
 from flashtile.backends.hopper.device.records import Mods
 from flashtile.backends.hopper.forward.config import by_bits, has_slope
 from flashtile.backends.hopper.records import mods_of
@@ -342,7 +342,7 @@ def _main_launch(
     )
     blocks = -(-rows_k // config.block_n) * p.batch
     if p.varlen:
-        blocks = scheduler.num_packed_tiles(rows_k, p.batch, config.block_n)
+        blocks = num_packed_tiles(rows_k, p.batch, config.block_n)
     options = {"num_warps": 4, "maxnreg": config.max_registers}
     return Launch(attention_backward, min(num_sms, blocks * heads), {"grid": grid}, options)
 

@@ -57,7 +57,7 @@ class Work(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The query heads of a key head are cut into splits, and a tile visits one: see ``scheduler.gqa_splits``.
+    """The query heads of a key head are cut into splits, and a tile visits one: see ``workspace.gqa_splits``.
 
     Attributes:
         count: Splits of a key head.

@@ -13,95 +13,15 @@ With gqa_splits, dk and dv are added up likewise, in blocks of a tile's keys.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import sequence, softmax
-from flashtile.backends.gpu.device.scheduler import num_packed_tiles, packed_tile
-from flashtile.backends.gpu.launch import Pointer
+from flashtile.backends.gpu.device.scheduler import packed_tile
 from flashtile.backends.hopper.backward import scheduler
-from flashtile.backends.hopper.backward.config import Config
-from flashtile.backends.hopper.backward.records import Work
-from flashtile.call.problem import Problem, Tensors
 
 # Numbers of the sums of dk and dv that a program sets to 0 at a time.
 _ZEROS = tl.constexpr(4096)
-
-
-class Workspace(NamedTuple):
-    """What the kernels hand on to one another: one piece of memory, which takes the host one allocation.
-
-    First come dq's sums in float32, padded to whole row blocks, if dq is wanted; then two float32 a row, then int32:
-    the counter of tiles and, where those sums are ordered, dq_order, a semaphore for each row block; then the sums of
-    dk and of dv in float32, with gqa_splits.
-
-    Attributes:
-        blocks: Row blocks.
-        gqa_splits: Tiles that share the query heads of one key head.
-        rows_at: Where the rows begin, in bytes; 0 without dq.
-        counter_at: Where the counter is.
-        dq_order_at: Where the semaphores begin, None where sums may be added in any order.
-        sum_heads: Heads of the sums of dk and dv for each key head: one for each split where their order is fixed,
-            else one to which all add.
-        dk_at: Where the sums of dk begin, None without splits or if dk is not wanted.
-        dv_at: The same for dv.
-        floats: Its size, in float32.
-    """
-
-    blocks: int
-    gqa_splits: int
-    rows_at: int
-    counter_at: int
-    dq_order_at: int | None
-    sum_heads: int
-    dk_at: int | None
-    dv_at: int | None
-    floats: int
-
-    @classmethod
-    def of(cls, problem: Problem, config: Config, tensors: Tensors) -> Workspace:
-        """Of a call with these queries, keys and values."""
-        rows = tensors.q.shape[-3]
-        if problem.varlen:
-            blocks = num_packed_tiles(rows, problem.batch, config.block_m) * problem.num_heads_q
-        else:
-            blocks = -(-rows // config.block_m) * problem.batch * problem.num_heads_q
-        rows_at = 4 * blocks * config.block_m * config.block_d if problem.grads.q else 0
-        counter_at = rows_at + 4 * blocks * 2 * config.block_m
-        dq_order_at = counter_at + 16 if problem.grads.q and problem.deterministic else None
-        end = counter_at + 16 if dq_order_at is None else dq_order_at + 16 * -(-blocks // 4)
-        count = scheduler.gqa_splits(problem, config, tensors.k.shape[-3])
-        sum_heads = count if problem.deterministic else 1
-        keys = key_blocks(problem, config, tensors) * config.block_n * sum_heads
-        dk_at = end if count > 1 and problem.grads.k else None
-        end += 0 if dk_at is None else 4 * keys * config.block_d
-        dv_at = end if count > 1 and problem.grads.v else None
-        end += 0 if dv_at is None else 4 * keys * config.block_dv
-        return cls(blocks, count, rows_at, counter_at, dq_order_at, sum_heads, dk_at, dv_at, end // 4)
-
-    def record(self) -> Work:
-        """The kernels' argument, as ``prepare_rows`` takes it."""
-        sums_at = self.dv_at if self.dk_at is None else self.dk_at
-        return Work(
-            Pointer(torch.float32, "work", self.rows_at),
-            Pointer(torch.float32, "work") if self.rows_at else None,
-            None,
-            None if self.dq_order_at is None else Pointer(torch.int32, "work", self.dq_order_at),
-            Pointer(torch.int32, "work", self.counter_at),
-            None if sums_at is None else Pointer(torch.float32, "work", sums_at),
-            None if sums_at is None else self.floats - sums_at // 4,
-        )
-
-
-def key_blocks(problem: Problem, config: Config, tensors: Tensors) -> int:
-    """Tiles' blocks of keys of all key heads and sequences."""
-    rows = tensors.k.shape[-3]
-    if problem.varlen:
-        return num_packed_tiles(rows, problem.batch, config.block_n) * problem.num_heads_kv
-    return -(-rows // config.block_n) * problem.batch * problem.num_heads_kv
 
 
 @triton.jit

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Call, Heads
-from flashtile.backends.gpu.device.scheduler import num_packed_tiles
 from flashtile.backends.gpu.intervals import Side, bounds_launch, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Launch
-from flashtile.backends.gpu.records import table_launches
+from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import launch as backward
 from flashtile.backends.hopper.backward.launch import BackwardPlan
 from flashtile.backends.hopper.backward.records import Schedule, Splits
-from flashtile.backends.hopper.backward.rows import Workspace
+from flashtile.backends.hopper.backward.workspace import Workspace
 from flashtile.backends.hopper.big_backward import config as configs
 from flashtile.backends.hopper.big_backward.config import BLOCK, Config
 from flashtile.backends.hopper.big_backward.kernel import big_backward

@@ -10,7 +10,7 @@ from flashtile.backends.gpu.records import multiprocessors
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.decode.config import choose, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.kernel import wide_cache_attention
-from flashtile.backends.hopper.decode.roles import Maps, Warps
+from flashtile.backends.hopper.device.records import Maps, Warps
 from flashtile.backends.hopper.forward.cached import cached_launch
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem

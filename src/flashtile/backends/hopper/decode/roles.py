@@ -1,7 +1,6 @@
 """The roles of the decode for wide groups: a scheduler and a producer, a warp each, and consumers, a warpgroup each."""
 
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,30 +32,6 @@ FIELDS = gl.constexpr(
     "first_block stop_block slot counter waits first_row"
 )
 RECORD_SIZE = gl.constexpr(32)
-
-
-class Maps(NamedTuple):
-    """The caches as TMA reads them.
-
-    Attributes:
-        k: A descriptor with boxes of the rows of a block, or of a smaller page.
-        v: Likewise.
-        k_entry_rows: Rows from one entry to the next: a sequence, or a page.
-        v_entry_rows: Likewise.
-    """
-
-    k: Any
-    v: Any
-    k_entry_rows: Any
-    v_entry_rows: Any
-
-
-class Warps(NamedTuple):
-    """How warps share a program's work: STAGES of the rings, REGISTERS of a consumer's threads, FEW of the others'."""
-
-    STAGES: Any
-    REGISTERS: Any
-    FEW: Any
 
 
 @aggregate

@@ -114,7 +114,7 @@ def keep_intervals(x, interval, pairs, count, first_column, first_row, fill):
 
     Args:
         x: A block of ``Pairs``, rows or keys first.
-        interval: ``gpu.device.intervals.Interval`` of the columns' elements.
+        interval: ``gpu.device.records.Interval`` of the columns' elements.
         pairs: The sequence and the head.
         count: Sequences; rows past the last packed one are of none.
         first_column: The first column's element.

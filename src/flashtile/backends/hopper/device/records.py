@@ -37,7 +37,7 @@ class PairTensor(NamedTuple):
 
 
 class Mods(NamedTuple):
-    """How products become probabilities: ``gpu.device.mods.Mods``, with mods that the kernels know by their names.
+    """How products become probabilities: ``gpu.device.records.Mods``, with mods that the kernels know by their names.
 
     Attributes:
         scale_log2: Turns scores, after what follows, into exponents of 2; > 0.
@@ -254,3 +254,65 @@ class Scales(NamedTuple):
     shift: Any
     shift_scale: Any
     out: Any
+
+
+class Maps(NamedTuple):
+    """The caches as TMA reads them.
+
+    Attributes:
+        k: A descriptor with boxes of the rows of a block, or of a smaller page.
+        v: Likewise.
+        k_entry_rows: Rows from one entry to the next: a sequence, or a page.
+        v_entry_rows: Likewise.
+    """
+
+    k: Any
+    v: Any
+    k_entry_rows: Any
+    v_entry_rows: Any
+
+
+class Warps(NamedTuple):
+    """How warps share a program's work: STAGES of the rings, REGISTERS of a consumer's threads, FEW of the others'."""
+
+    STAGES: Any
+    REGISTERS: Any
+    FEW: Any
+
+
+class Latent(NamedTuple):
+    """How rows are read and work is shared.
+
+    Attributes:
+        q: A descriptor of the queries' own columns, None where the scorer copies them.
+        qv: Likewise of those of the values.
+        k: A descriptor of the keys' own columns, with boxes of the rows of a block, or of a smaller page.
+        v: Likewise of the values.
+        scales: Likewise of the scales of 8-bit values, by row and 128 columns; None where values are of 16 bits.
+        k_entry_rows: Rows from one entry to the next: a sequence, or a page.
+        v_entry_rows: Likewise.
+        fixed_cost: Of a tile, in blocks: ``shares``.
+        fewest_blocks: Of a program, so that so many programs share the work.
+        STAGES: Blocks of keys in flight.
+        PIECE: Columns of values that are loaded and released at once.
+        LANES: Programs with tiles of the same sequence at the same time.
+        REGISTERS: Of a summer's threads.
+        FEW: Of the threads of the warps that load and find work.
+        WIDE: Of the threads that make 16 bits of 8.
+    """
+
+    q: Any
+    qv: Any
+    k: Any
+    v: Any
+    scales: Any
+    k_entry_rows: Any
+    v_entry_rows: Any
+    fixed_cost: Any
+    fewest_blocks: Any
+    STAGES: Any
+    PIECE: Any
+    LANES: Any
+    REGISTERS: Any
+    FEW: Any
+    WIDE: Any

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Rows
-from flashtile.backends.gpu.device.scheduler import num_packed_tiles
 from flashtile.backends.gpu.host import Step, kept, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, TensorMap
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.records import operand_names, read_by_mods, table_launches
+from flashtile.backends.gpu.records import num_packed_tiles, operand_names, read_by_mods, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache
 from flashtile.backends.hopper.forward import config as configs

@@ -5,7 +5,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device import blocks, intervals, lists, mods, scheduler, sequence
+from flashtile.backends.gpu.device import blocks, intervals, lists, scheduler, sequence
+from flashtile.backends.gpu.device.records import Band
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows, also
 from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
@@ -211,7 +212,7 @@ def _blocks_of(first, last, tile, call, schedule):
         if call.keys.cache.causal is not None:
             right = right_of(tile.b, call)
     return blocks.key_blocks(
-        first, last, tile.seqlen_q, tile.seqlen_k, mods.Band(call.mods.band.left, right, call.mods.band.chunk),
+        first, last, tile.seqlen_q, tile.seqlen_k, Band(call.mods.band.left, right, call.mods.band.chunk),
         schedule.BLOCK_N,
     )  # fmt: skip
 

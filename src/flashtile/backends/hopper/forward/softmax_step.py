@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import intervals, mods, softmax
 from flashtile.backends.gpu.device.dropout import cipher_of
+from flashtile.backends.gpu.device.records import Band
 from flashtile.backends.hopper.device import functions
 from flashtile.backends.hopper.device.dropout import draw, thinned
 from flashtile.backends.hopper.device.fragments import (
@@ -124,7 +125,7 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
         if call.keys.cache.causal is not None:
             right = records.get(tiles, "right")
     first_keys = from_thread_column(mods.first_key(positions, call.mods.band), like)
-    last = mods.last_key(positions, seqlen_k, mods.Band(None, right, call.mods.band.chunk))
+    last = mods.last_key(positions, seqlen_k, Band(None, right, call.mods.band.chunk))
     last_keys = from_thread_column(last, like)
     if call.mods.band.row_keys is not None:
         where = query_rows(records, tiles, call)

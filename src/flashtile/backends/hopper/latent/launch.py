@@ -11,9 +11,9 @@ from flashtile.backends.gpu.decode import records
 from flashtile.backends.gpu.launch import Launch, TensorMap
 from flashtile.backends.gpu.records import geometry, multiprocessors
 from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper.device.records import Latent
 from flashtile.backends.hopper.latent.config import PATIENCE, ROWS, choose, lanes_of
 from flashtile.backends.hopper.latent.kernel import latent_attention
-from flashtile.backends.hopper.latent.records import Latent
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 

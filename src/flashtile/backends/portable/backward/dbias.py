@@ -7,8 +7,6 @@ shares a bias of few tiles, several programs own one, each with a part of the ba
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -17,37 +15,6 @@ from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
 from flashtile.backends.gpu.device.sequence import HeadRows
 from flashtile.backends.portable.backward.kernel import across, load_row_terms, probabilities
 from flashtile.backends.portable.device.tile_io import load_rows, times_transposed
-
-
-class BiasGradient(NamedTuple):
-    """dbias, contiguous ``(bias_batch, heads, rows, stride_row)``, and the scores' numbers of rows and keys.
-
-    A SUM_ constant is True if the bias broadcasts along that dimension; of the batch, dbias then has a sum for each of
-    ``parts`` parts.
-    """
-
-    ptr: Any
-    heads: Any
-    rows: Any
-    stride_row: Any
-    max_rows: Any
-    max_cols: Any
-    parts: Any
-    SUM_BATCH: Any
-    SUM_HEADS: Any
-    SUM_ROWS: Any
-    SUM_COLS: Any
-
-
-class Partial(NamedTuple):
-    """The derivative of the user's score mod by one of its loads; functions is None for the gradient of a bias.
-
-    IS_ONE says that it is 1. It holds constants, so it is only passed as an argument, never assigned.
-    """
-
-    functions: Any
-    NUM: Any
-    IS_ONE: Any = False
 
 
 @triton.jit

@@ -12,8 +12,6 @@ Mathematics: docs/algorithm.md. Source: Dao et al. 2022, arXiv:2205.14135, algor
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -32,62 +30,6 @@ from flashtile.backends.portable.device.tile_io import (
     zeros,
 )
 from flashtile.backends.portable.device.tiles import AT_ONCE, locate
-
-
-class RowTerms(NamedTuple):
-    """What the backward's kernels read of a row, as ``prepare_rows`` stores it.
-
-    Attributes:
-        lse: In base 2, ``(batch, num_heads_q, stride_head)`` like delta; with ``Mods.LARGE`` in natural units.
-        delta: See the module's docstring.
-        stride_head: Theirs, a multiple of 128.
-        rest: What rounding took from lse, in base 2; None without ``Mods.LARGE``.
-        flags: Given to repair: what rows another backend's kernels have lost add to gradients is added to these, and
-            of all others lse is +inf. int32, whether a block of rows has lost some: blocks are numbered by sequences
-            and heads, or, packed, by heads and then as ``scheduler.packed_tile`` has them.
-        FLAG_ROWS: Rows of such a block.
-    """
-
-    lse: Any
-    delta: Any
-    stride_head: Any
-    rest: Any = None
-    flags: Any = None
-    FLAG_ROWS: Any = None
-
-
-class KeyGradients(NamedTuple):
-    """Where the kernel of dk and dv stores them, contiguous; the pointer of one not wanted is None.
-
-    Attributes:
-        dk: Like k, or with a head for each split of a group.
-        dv: Like v.
-        heads_per_split: Query heads over which a program sums, None for all of a group.
-        ADDS: Whether to add to what is there.
-    """
-
-    dk: Any
-    dv: Any
-    heads_per_split: Any
-    ADDS: Any
-
-
-class BiasSums(NamedTuple):
-    """dbias in float32, contiguous ``(entries, heads, rows, cols)`` and 0 at first; ptr is None where it is not wanted.
-
-    Sequence b adds to entry ``b % entries``. UNIT is ``ScoreTensor``'s. A SUM_ constant is True if the bias broadcasts
-    along that dimension. It holds constants, so it is only passed as an argument, never assigned.
-    """
-
-    ptr: Any
-    entries: Any
-    heads: Any
-    rows: Any
-    cols: Any
-    UNIT: Any
-    SUM_HEADS: Any
-    SUM_ROWS: Any
-    SUM_COLS: Any
 
 
 @triton.jit

@@ -25,15 +25,9 @@ from flashtile.backends.portable.backward.config import (
     key_kernels,
     may_add_bias,
 )
-from flashtile.backends.portable.backward.dbias import BiasGradient, Partial, attention_backward_dbias
-from flashtile.backends.portable.backward.kernel import (
-    BiasSums,
-    KeyGradients,
-    attention_backward_dkdv,
-    attention_backward_dq,
-    repair_dq,
-)
-from flashtile.backends.portable.backward.preprocess import ForwardResults, prepare_rows, sum_gqa_splits
+from flashtile.backends.portable.backward.dbias import attention_backward_dbias
+from flashtile.backends.portable.backward.kernel import attention_backward_dkdv, attention_backward_dq, repair_dq
+from flashtile.backends.portable.backward.preprocess import prepare_rows, sum_gqa_splits
 from flashtile.backends.portable.backward.workspace import (
     Repair,
     gqa_splits,
@@ -43,6 +37,7 @@ from flashtile.backends.portable.backward.workspace import (
     row_terms,
 )
 from flashtile.backends.portable.config import for_repair, padded
+from flashtile.backends.portable.device.records import BiasGradient, BiasSums, ForwardResults, KeyGradients, Partial
 from flashtile.backends.portable.records import (
     call_of,
     heads_at_once,

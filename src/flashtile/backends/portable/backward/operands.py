@@ -14,21 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.mods import Operand
+from flashtile.backends.gpu.device.records import Operand
 from flashtile.backends.gpu.distances import table_of
 from flashtile.backends.gpu.functions import module_of, operands_of
 from flashtile.backends.gpu.intervals import Side
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.portable.backward.config import choose
-from flashtile.backends.portable.backward.dbias import BiasGradient, Partial, attention_backward_dbias
-from flashtile.backends.portable.backward.scatter import (
-    Diagonals,
-    Places,
-    attention_backward_diagonals,
-    attention_backward_places,
-)
+from flashtile.backends.portable.backward.dbias import attention_backward_dbias
+from flashtile.backends.portable.backward.scatter import attention_backward_diagonals, attention_backward_places
 from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.device.records import BiasGradient, Diagonals, Partial, Places
 from flashtile.backends.portable.records import call_of, num_programs, tiles_of
 from flashtile.call.functions import Function, score_function
 from flashtile.call.problem import Problem, Tensors

@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import softmax
 
 
-class ForwardResults(NamedTuple):
-    """The forward's results and the gradient of lse.
-
-    Attributes:
-        out: Contiguous ``(batch, length, num_heads_q, head_dim_v)``.
-        lse: Contiguous ``(batch, num_heads_q, length)``, or in two parts.
-        dlse: Its gradient, or None.
-        stride_b: Of dlse, like the next two.
-        stride_head: From head to head.
-        stride_row: From row to row.
-        batch: Entries.
-        length: Rows of an entry.
-        num_heads_q: Query heads.
-    """
-
-    out: Any
-    lse: Any
-    dlse: Any
-    stride_b: Any
-    stride_head: Any
-    stride_row: Any
-    batch: Any
-    length: Any
-    num_heads_q: Any
-
-
 @triton.jit
 def prepare_rows(results, douts, of_rows, BLOCK_M: tl.constexpr):
-    """Computes delta and lse of BLOCK_M rows of one head, as ``kernel.RowTerms`` has them.
+    """Computes delta and lse of BLOCK_M rows of one head, as ``RowTerms`` has them.
 
     That lse of an empty row and of the rows from ``length`` on is +inf, so that their probabilities are 0 without a
     mask; their delta is 0, whatever dout contains there.

@@ -8,52 +8,12 @@ in its units.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import mods, sequence
 from flashtile.backends.portable.backward.dbias import keeps_some, listed_gradient
 from flashtile.backends.portable.device.tiles import locate
-
-
-class Places(NamedTuple):
-    """Where gradients of loads are summed by place; holds constants, so it is only passed as an argument.
-
-    Attributes:
-        of_loads: The printed ``places``.
-        operands: ``Operands`` of contiguous gradients, whose addresses are not used.
-        ptr: The sums: float32; or int64, with the greatest magnitudes.
-        greatest: int32, the bits of each place's greatest magnitude; None for sums in float32.
-        NUM: Which load's place it is.
-        FIRST: Whether to find the greatest magnitudes, and add nothing.
-        ROOM: So many bits of an integer are left for the number of terms.
-    """
-
-    of_loads: Any
-    operands: Any
-    ptr: Any
-    greatest: Any
-    NUM: Any
-    FIRST: Any
-    ROOM: Any
-
-
-class Diagonals(NamedTuple):
-    """Sums by ``i - j``, contiguous ``(batch, num_heads_q, before + after, BLOCK_M / BLOCK_N + 1, BLOCK_N)`` float32.
-
-    Entry ``[..., k, s, c]`` is the share of one program in the distance ``(k - before + s - 1) * BLOCK_N + c``.
-
-    Attributes:
-        ptr: The sums.
-        before: Blocks of keys.
-        after: As many blocks of as many rows as cover all rows.
-    """
-
-    ptr: Any
-    before: Any
-    after: Any
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 
 from flashtile.backends.gpu.launch import Pointer
 from flashtile.backends.portable.backward.config import heads_per_split
-from flashtile.backends.portable.backward.kernel import RowTerms
+from flashtile.backends.portable.device.records import RowTerms
 from flashtile.call.problem import Problem, Tensors
 
 _MAX_TILE = 128

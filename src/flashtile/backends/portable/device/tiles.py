@@ -13,21 +13,6 @@ from flashtile.backends.gpu.device import scheduler, sequence
 AT_ONCE = tl.constexpr(8)
 
 
-class Tiles(NamedTuple):
-    """The last argument of the portable kernels.
-
-    Attributes:
-        heads_at_once: Heads whose tiles run at the same time.
-        BLOCK_M: As in ``portable.config.Config``, like the constants that follow.
-    """
-
-    heads_at_once: Any
-    BLOCK_M: Any
-    BLOCK_N: Any
-    ONE_LOOP: Any
-    MASK_ALL: Any
-
-
 class Place(NamedTuple):
     """A tile: a block of one head of one sequence, with the ``sequence.Sequence`` of its queries and of its keys.
 

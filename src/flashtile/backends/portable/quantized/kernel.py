@@ -8,8 +8,6 @@ product of a block of at most 128 keys starts from 0 and is added to the output 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -24,24 +22,6 @@ from flashtile.backends.portable.forward.kernel import finish
 SCALE_BLOCK = tl.constexpr(128)
 # log2 of the factor of probabilities.
 PROBS_LOG2 = tl.constexpr(8.0)
-
-
-class Scales(NamedTuple):
-    """What a call of 8-bit tensors has besides ``records.Call``.
-
-    Attributes:
-        q: ``records.Scale``.
-        k: ``records.Scale``.
-        v: ``records.Scale``.
-        shift: Like lse: ``q . mean(k)`` of each row if the keys' mean was subtracted, else None.
-        out: What the output is divided by, or None.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    shift: Any
-    out: Any
 
 
 @triton.jit

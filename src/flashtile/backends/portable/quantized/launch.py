@@ -11,8 +11,9 @@ from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.records import rows_of
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config, padded_dims
+from flashtile.backends.portable.device.records import Scales
 from flashtile.backends.portable.quantized.config import choose
-from flashtile.backends.portable.quantized.kernel import Scales, attention_quantized
+from flashtile.backends.portable.quantized.kernel import attention_quantized
 from flashtile.backends.portable.records import (
     heads_at_once,
     heads_of,

@@ -13,19 +13,8 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import Sequences
 from flashtile.backends.gpu.host import Step, run
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
-from flashtile.backends.portable.rounding.kernels import (
-    SPLITS,
-    Angles,
-    Mean,
-    PerHead,
-    Rounding,
-    Source,
-    Written,
-    mean_of_keys,
-    quantize_columns,
-    quantize_rows,
-    sum_keys,
-)
+from flashtile.backends.portable.device.records import Angles, Mean, PerHead, Rounding, Source, Written
+from flashtile.backends.portable.rounding.kernels import SPLITS, mean_of_keys, quantize_columns, quantize_rows, sum_keys
 from flashtile.call.blocks import BLOCK, num_blocks
 from flashtile.call.problem import compute_capability
 from flashtile.call.quantized import E4M3, Choices, Inputs, Quantized, record, turned
