@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import blocks, dropout, functions, mods, records, scheduler, sequence
-from flashtile.backends.gpu.device.records import Alibi, Band, Dropout, Mod, Mods, ScoreTensor
+from flashtile.backends.gpu.device.records import Alibi, Dropout, Mod, Mods, ScoreTensor
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.host import interpret
 from flashtile.backends.gpu.launch import Const, Launch
@@ -54,7 +54,7 @@ def test_block_ranges_cover_and_full_blocks_are_full(band: Band, of_keys: bool) 
         for start in range(0, keep.shape[0], tile):
             stop = min(start + tile, keep.shape[0])
             out = torch.full((4,), -99, dtype=torch.int32)
-            given = Band(band.left, band.right, band.chunk)
+            given = records.Band(band.left, band.right, band.chunk)
             _ranges_kernel[(1,)](out, start, stop - 1, seqlen_q, seqlen_k, given, BLOCK=block, OF_KEYS=of_keys)
             low, full_low, full_high, high = out.tolist()
             assert low <= full_low <= full_high <= high, (band, seqlen_q, seqlen_k, start)
@@ -125,7 +125,7 @@ def test_score_and_mask_mods_are_applied_in_order(given: tuple[str, ...], own: b
     )
     mask = Mod(mods.select_tensor, None, mods.tensor_of_head, pairs(kept.view(torch.uint8)))
     masks, mask_names = named(mask=mask if "mask" in given else None)
-    both = Mods(0.5, transforms, Band(None, 0), masks, None, None, names, mask_names, True, "ieee")
+    both = Mods(0.5, transforms, records.Band(None, 0), masks, None, None, names, mask_names, True, "ieee")
     arguments = {"x_ptr": x, "given": both, "out_ptr": out, "b": b, "h": h, "seqlen_q": rows, "seqlen_k": keys,
                  "M": 16, "N": 16}  # fmt: skip
     interpret(Launch(_pairs_kernel, 1, arguments, {}))
@@ -159,7 +159,7 @@ def test_dropout_is_the_defined_mask(dropout_p: float, state: tuple[int, int]) -
     for batch, head, row, key, m, n in places:
         out = torch.full((m, n), 9, dtype=torch.int8)
         drops = Dropout(rng, limit, 1.0, None, False)
-        made = Mods(1.0, None, Band(None, None), None, drops, None, "", "", False, "ieee")
+        made = Mods(1.0, None, records.Band(None, None), None, drops, None, "", "", False, "ieee")
         rows = records.Sequences(None, 8, 2000)
         call = records.Call(None, None, None, rows, rows, records.Heads(4, 1), made)
         arguments = {"call": call, "out_ptr": out, "b": batch, "h": head, "row": row, "key": key, "M": m, "N": n}

@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.distances import SLACK, tabulate
-from flashtile.backends.gpu.device.records import DistanceTable, Tabulated
+from flashtile.backends.gpu.device.records import SLACK, DistanceTable, Tabulated
 from flashtile.backends.gpu.functions import module_of, operands_of
 from flashtile.backends.gpu.launch import Launch, Pointer
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.call.functions import score_function
 from flashtile.call.problem import Problem
 from flashtile.mods.places import tabulated
+
+tabulate = DeviceModule("flashtile.backends.gpu.device.distances").tabulate
+
 
 _BLOCK = 256
 
@@ -24,8 +27,8 @@ def table_of(problem: Problem) -> DistanceTable | None:
     if key is None or problem.keys.used or not (values := tabulated(key.graph)):
         return None
     ops = {key.graph.nodes[n].op for n in key.graph.needed(values)}
-    before = problem.seqlen_k + SLACK.value
-    size = before + problem.seqlen_q + SLACK.value
+    before = problem.seqlen_k + SLACK
+    size = before + problem.seqlen_q + SLACK
     batch = problem.batch if "b" in ops else 1
     return DistanceTable(Pointer(torch.float32, "distances"), batch, problem.num_heads_q, size, before)
 

@@ -12,13 +12,32 @@ from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Mod, Operand, Operands
 from flashtile.backends.gpu.launch import Captured, Const, Pointer
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.call.functions import Function
 from flashtile.mods.printed import name_of, source
 
 
+class PrintedModule(DeviceModule):
+    """The functions of a graph's text, by name; a launch's build is known by the text, whatever process printed it."""
+
+    def __init__(self, text: str, has_table: bool) -> None:
+        """``has_table`` as of ``printed.source``."""
+        self._text, self._has_table = text, has_table
+        super().__init__(f"mod {name_of(text)}{' table' if has_table else ''}")
+
+    def load(self) -> Any:
+        """The module."""
+        return _printed(self._text, self._has_table)
+
+
 @functools.cache
-def module_of(text: str, has_table: bool = False) -> Any:
+def module_of(text: str, has_table: bool = False) -> PrintedModule:
     """The functions of a graph's text; ``has_table`` as of ``printed.source``."""
+    return PrintedModule(text, has_table)
+
+
+@functools.cache
+def _printed(text: str, has_table: bool) -> Any:
     lines, name = source(text, has_table), f"<mod {name_of(text)}{' table' if has_table else ''}>"
     linecache.cache[name] = (len(lines), None, lines.splitlines(True), name)
     made = types.ModuleType(f"mod_{name_of(text)}")

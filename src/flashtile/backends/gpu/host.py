@@ -35,6 +35,7 @@ from flashtile.backends.gpu.launch import (
     lower,
     mapped,
     specialise,
+    with_functions,
 )
 from flashtile.call import backend as base
 from flashtile.call.problem import AHEAD
@@ -251,7 +252,7 @@ class Step:
         spare = self._spare
         if spare is None:
             if self.programs and self.device is None:
-                interpret(self._launch._replace(arguments=self._filled(tensors)))
+                interpret(with_functions(self._launch._replace(arguments=self._filled(tensors))))
             elif self.programs:
                 given = [self._given(leaf, tensors) for leaf in self._leaves]
                 self._build.compiled[self.programs, 1, 1](*given, stream=stream)

@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.intervals import interval_bounds
 from flashtile.backends.gpu.device.records import Bounds, BoundsTable, Interval, Lists
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.call.problem import Problem, Tensors
+
+interval_bounds = DeviceModule("flashtile.backends.gpu.device.intervals").interval_bounds
+
 
 _SCAN = 1024
 

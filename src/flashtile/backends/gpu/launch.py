@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu.named import DeviceFunction, loaded
 from flashtile.call.backend import MEANWHILE
 
 TYPES = {
@@ -32,6 +33,10 @@ TYPES = {
     torch.int8: "i8",
     torch.bool: "i1",
 }
+
+
+# How a box lies in shared memory: as Gluon has it by default, or row after row.
+DEFAULT, PLAIN = "default", "plain"
 
 
 class Pointer(NamedTuple):
@@ -75,7 +80,7 @@ class TensorMap(NamedTuple):
         shape: Elements along each dimension, the contiguous one last.
         strides: In elements.
         box: Elements that one descriptor operation moves.
-        layout: Gluon's layout of the box in shared memory, or None where Triton chooses it.
+        layout: How the box lies in shared memory, ``DEFAULT`` or ``PLAIN``, or None where Triton chooses it.
         operand: As in ``Pointer``; maps are given it where a record is built.
         offset: As in ``Pointer``.
     """
@@ -84,14 +89,14 @@ class TensorMap(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
-    layout: Any = None
+    layout: str | None = None
     operand: str = ""
     offset: int = 0
 
     @property
     def type(self) -> str:
         """As Triton spells it in a signature."""
-        ending = "" if self.layout is None else f",{self.layout!r}"
+        ending = "" if self.layout is None else f",{_in_shared(self.dtype, self.box, self.layout)!r}"
         return f"tensordesc<{TYPES[self.dtype]}{list(self.box)}{ending}>"
 
     def descriptor(self, base: Tensor) -> Any:
@@ -102,7 +107,20 @@ class TensorMap(NamedTuple):
             return TensorDescriptor(base, list(self.shape), list(self.strides), list(self.box))
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-        return GluonDescriptor(base, list(self.shape), list(self.strides), list(self.box), self.layout)
+        layout = _in_shared(self.dtype, self.box, self.layout)
+        return GluonDescriptor(base, list(self.shape), list(self.strides), list(self.box), layout)
+
+
+@functools.cache
+def _in_shared(dtype: torch.dtype, box: tuple[int, ...], layout: str) -> Any:
+    """Gluon's layout of a box in shared memory."""
+    from triton.experimental.gluon import language as gl
+
+    if layout == PLAIN:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(box))
+    dtypes = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+    dtypes |= {torch.float8_e4m3fn: gl.float8e4nv, torch.uint8: gl.uint8}
+    return gl.NVMMASharedLayout.get_default_for(list(box), dtypes[dtype])
 
 
 class Const(NamedTuple):
@@ -115,7 +133,8 @@ class Launch(NamedTuple):
     """A kernel with its grid, arguments and options.
 
     Attributes:
-        kernel: The ``@triton.jit`` or ``@gluon.jit`` function.
+        kernel: The ``@triton.jit`` or ``@gluon.jit`` function, or its ``DeviceFunction``, whose arguments are then in
+            the order of its parameters.
         programs: Size of the one-dimensional grid; nothing is launched for 0.
         arguments: By name, trees whose leaves are ``Pointer`` or ``TensorMap``, numbers, constants, and None for what
             is absent.
@@ -142,15 +161,21 @@ def _rules_of(record: Any) -> tuple[int, ...]:
     return tuple(map(_rule, record._fields))
 
 
-@functools.cache
-def parameters_of(kernel: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def parameters_of(launch: Launch) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The names of a kernel's parameters, and what each says of a leaf."""
-    return tuple(kernel.arg_names), tuple(map(_rule, kernel.arg_names))
+    is_named = isinstance(launch.kernel, DeviceFunction)
+    names = tuple(launch.arguments) if is_named else tuple(launch.kernel.arg_names)
+    return names, _rules_of_names(names)
+
+
+@functools.cache
+def _rules_of_names(names: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(map(_rule, names))
 
 
 def lower(launch: Launch) -> tuple[tuple[Any, ...], list[Any]]:
     """What a launch's build depends on, and the leaves that it takes at run time, in order."""
-    names, rules = parameters_of(launch.kernel)
+    names, rules = parameters_of(launch)
     key: list[Any] = [launch.kernel, *launch.options.items()]
     leaves: list[Any] = []
     arguments = launch.arguments
@@ -194,7 +219,7 @@ def _lower(
             key.append(float)
             leaves.append(value)
         elif kind is TensorMap:
-            key.append((value.dtype, value.box, id(value.layout)))
+            key.append((value.dtype, value.box, value.layout))
             leaves.append(value)
         elif kind is Const:
             key.append(value)
@@ -210,8 +235,14 @@ def _lower(
 
 def mapped(launch: Launch, leaf: Callable[[str, Any, bool], Any]) -> dict[str, Any]:
     """The arguments with ``leaf(name, value, is_constant)`` in place of each leaf, named like ``call.q.ptr``."""
-    names, rules = parameters_of(launch.kernel)
+    names, rules = parameters_of(launch)
     return {name: _mapped(name, launch.arguments[name], rule, leaf) for name, rule in zip(names, rules, strict=True)}
+
+
+def with_functions(launch: Launch) -> Launch:
+    """The launch with the functions that it names in their places, for what runs device code itself."""
+    arguments = mapped(launch, lambda _, value, is_constant: loaded(value))
+    return launch._replace(kernel=loaded(launch.kernel), arguments=arguments)
 
 
 def _mapped(name: str, value: Any, rule: int, leaf: Callable[[str, Any, bool], Any]) -> Any:
@@ -253,7 +284,7 @@ def specialise(launch: Launch) -> Specialisation:
 
     def leaf(name: str, value: Any, is_constant: bool) -> str:
         if is_constant:
-            constexprs[name] = value.value if isinstance(value, Const) else value
+            constexprs[name] = value.value if isinstance(value, Const) else loaded(value)
         elif isinstance(value, TensorMap):
             signature[name] = value.type
         elif isinstance(value, Captured):
@@ -304,6 +335,9 @@ def source_of(kernel: Any, what: Specialisation, amd: bool) -> Any:
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    kernel = loaded(kernel)
+    if [*what.tree] != [*kernel.arg_names]:
+        raise ValueError(f"{kernel.__name__} takes {', '.join(kernel.arg_names)}, not {', '.join(what.tree)}")
     paths = {name: path for number, each in enumerate(what.tree.values()) for name, path in _paths(each, (number,))}
     # The innermost first: Triton 3.6 learns of a record's constants when it is given one of the record around it.
     constexprs = sorted(what.constexprs.items(), key=lambda each: -len(paths[each[0]]))

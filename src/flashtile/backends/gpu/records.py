@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device import mods
-from flashtile.backends.gpu.device.records import Alibi, Dropout, Mod, Rows
-from flashtile.backends.gpu.device.sequence import PACKED_ROWS
+from flashtile.backends.gpu.device.records import PACKED_ROWS, Alibi, Dropout, Mod, Rows
 from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, pointer
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.call.problem import Problem
 from flashtile.core import philox
 
+mods = DeviceModule("flashtile.backends.gpu.device.mods")
 # The two extra dimensions of a packed tensor's map, in elements: see PACKED_ROWS. The first stride times the
 # coordinate PACKED_ROWS is 2**64 minus PACKED_ROWS rows, and addresses wrap.
 _ANY = 0x7FFF0000
@@ -33,7 +33,7 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...], varlen: bool) -> 
     if not varlen:
         return shape, strides
     row = strides[0]
-    return (_ANY, _ANY, PACKED_ROWS.value, *shape[1:]), (_WRAP - row, row, row, strides[1], 1)
+    return (_ANY, _ANY, PACKED_ROWS, *shape[1:]), (_WRAP - row, row, row, strides[1], 1)
 
 
 def rows_of(

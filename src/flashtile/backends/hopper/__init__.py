@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,9 +47,10 @@ _QUANTIZED = dataclasses.replace(
 
 @functools.cache
 def _missing() -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    # To look for a package within Triton would import Triton.
+    if (found := importlib.util.find_spec("triton")) is None:
         return "needs Triton, which is not installed"
-    if importlib.util.find_spec("triton.experimental.gluon") is None:
+    if not any(Path(each, "experimental", "gluon").is_dir() for each in found.submodule_search_locations or ()):
         return "needs Triton 3.6 or later, which brings Gluon"
     return None
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.records import Band, Call, Dropout, Heads, Mod, Rows, Sequences
-from flashtile.backends.gpu.device.softmax import LOG2_E
+from flashtile.backends.gpu.device.records import LOG2_E, Band, Call, Dropout, Heads, Mod, Rows, Sequences
 from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.records import dropout_of, functions_of, named
@@ -80,14 +79,14 @@ def plain_mods(
     mask: PairTensor | None = None, score_mod: Mod | None = None, mask_mod: Mod | None = None,
 ) -> Mods:  # fmt: skip
     """``Mods`` of a call with a softcap, a band and sinks, if it has them, and those given."""
-    scale, prescale, softcap = problem.softmax_scale * LOG2_E.value, None, None
+    scale, prescale, softcap = problem.softmax_scale * LOG2_E, None, None
     # What a user's score mod takes is scaled before.
     first = 1.0 if score_mod is not None else problem.softmax_scale
     if problem.softcap > 0:
         softcap = float(problem.softcap)
-        scale, prescale = LOG2_E.value, 2 * LOG2_E.value * first / problem.softcap
+        scale, prescale = LOG2_E, 2 * LOG2_E * first / problem.softcap
     elif score_mod is not None:
-        scale = LOG2_E.value
+        scale = LOG2_E
     elif problem.softmax_scale <= 0:
         scale, prescale = 1.0, scale
     band = Band(*map(tensor_maps.side_of, (problem.band.left, problem.band.right, problem.band.chunk)))

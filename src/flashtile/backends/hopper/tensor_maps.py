@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.launch import TensorMap
+from flashtile.backends.gpu.launch import DEFAULT, PLAIN, TensorMap
 from flashtile.backends.gpu.records import geometry
 from flashtile.call.problem import Tensors
 
-GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-GLUON_DTYPES |= {torch.float8_e4m3fn: gl.float8e4nv, torch.uint8: gl.uint8}
 # Bounds beyond any length are the same as none, and 32-bit arithmetic on positions must not overflow.
 _FAR = 2**30
-_PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @functools.cache
@@ -53,8 +48,9 @@ def rows_map(name: str, tensor: Tensor, rows: int, cols: int, varlen: bool) -> T
 
     The operand has this name.
     """
-    sides = box_and_layout(tensor.dtype, rows, cols, varlen)
-    return TensorMap(tensor.dtype, *geometry(tensor.shape, tensor.stride(), varlen), *sides, name)
+    return TensorMap(
+        tensor.dtype, *geometry(tensor.shape, tensor.stride(), varlen), box(rows, cols, varlen), DEFAULT, name
+    )
 
 
 def entries_map(name: str, cache: Tensor, rows: int, cols: int) -> TensorMap:
@@ -62,7 +58,7 @@ def entries_map(name: str, cache: Tensor, rows: int, cols: int) -> TensorMap:
     _, row, head, _ = cache.stride()
     _, _, heads, dim = cache.shape
     shape, strides = geometry((2, heads, dim), (row, head if heads > 1 else dim, 1), varlen=True)
-    return TensorMap(cache.dtype, shape, strides, *box_and_layout(cache.dtype, rows, cols, True), name)
+    return TensorMap(cache.dtype, shape, strides, box(rows, cols, True), DEFAULT, name)
 
 
 def contiguous_map(
@@ -72,20 +68,12 @@ def contiguous_map(
     strides = [1]
     for size in shape[:0:-1]:
         strides.append(strides[-1] * size)
-    sides = box_and_layout(dtype, rows, cols, varlen)
-    return TensorMap(dtype, *geometry(shape, tuple(strides[::-1]), varlen), *sides, name)
-
-
-@functools.cache
-def box_and_layout(dtype: torch.dtype, rows: int, cols: int, varlen: bool) -> tuple[tuple[int, ...], Any]:
-    """``box`` and its layout in shared memory."""
-    sides = box(rows, cols, varlen)
-    return sides, gl.NVMMASharedLayout.get_default_for(list(sides), GLUON_DTYPES[dtype])
+    return TensorMap(dtype, *geometry(shape, tuple(strides[::-1]), varlen), box(rows, cols, varlen), DEFAULT, name)
 
 
 def floats_map(lines: int, width: int, rows: int, offset: int = 0) -> TensorMap:
     """Boxes of ``rows`` lines of the workspace's float32 [lines, width], in shared memory as they lie there."""
-    return TensorMap(torch.float32, (lines, width), (width, 1), (rows, width), _PLAIN, "work", offset)
+    return TensorMap(torch.float32, (lines, width), (width, 1), (rows, width), PLAIN, "work", offset)
 
 
 def score_map(tensor: Tensor | None, rows: int, cols: int) -> TensorMap | None:
@@ -108,7 +96,7 @@ def score_map(tensor: Tensor | None, rows: int, cols: int) -> TensorMap | None:
     strides = (16,) * (4 - tensor.dim()) + tensor.stride()
     strides = tuple(16 if size == 1 else stride for size, stride in zip(shape[:3], strides, strict=False))
     sides = (1, 1, 1 if shape[2] == 1 else rows, cols)
-    return TensorMap(tensor.dtype, shape, (*strides, 1), sides, _score_layout(tensor.dtype, sides))
+    return TensorMap(tensor.dtype, shape, (*strides, 1), sides, PLAIN if sides[2] == 1 else DEFAULT)
 
 
 def score_bytes(tensors: Tensors) -> tuple[int, int]:
@@ -118,13 +106,6 @@ def score_bytes(tensors: Tensors) -> tuple[int, int]:
     maps = [score_map(tensor, 64, 64) for tensor in (tensors.attn_bias, tensors.attn_mask)]
     sizes = [(each.box[2] > 1, each.dtype.itemsize) for each in maps if each is not None]
     return sum(size for own, size in sizes if own), sum(size for own, size in sizes if not own)
-
-
-@functools.cache
-def _score_layout(dtype: torch.dtype, sides: tuple[int, ...]) -> Any:
-    if sides[2] == 1:
-        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=4)
-    return gl.NVMMASharedLayout.get_default_for(list(sides), GLUON_DTYPES[dtype])
 
 
 def score_strides(tensor: Tensor | None) -> tuple[int, ...]:

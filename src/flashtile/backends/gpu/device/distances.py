@@ -12,9 +12,8 @@ import triton.language as tl
 
 from flashtile.backends.gpu.device.mods import At
 
-# More than the distances in a block of pairs; and distances on either side of those of the longest sequences.
+# More than the distances in a block of pairs.
 TILE = tl.constexpr(256)
-SLACK = tl.constexpr(512)
 
 
 @triton.jit

@@ -9,6 +9,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+# Plain numbers, of which device code makes constants of its own.
+LOG2_E = 1.4426950408889634
+# Rows in the two extra dimensions of a packed tensor's descriptor: see ``sequence``.
+PACKED_ROWS = 2**30
+# Distances in a ``DistanceTable`` on either side of those of the longest sequences: more than a block of pairs has.
+SLACK = 512
+
 
 class Rows(NamedTuple):
     """A tensor (batch, rows, heads, dim), dim contiguous, or packed (rows, heads, dim); strides in elements.

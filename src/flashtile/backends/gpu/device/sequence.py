@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.gpu.device import records
+
 # TMA bounds every dimension of a tensor, but knows nothing of the sequences packed into one. A descriptor of a packed
 # tensor has two dimensions more, whose strides cancel modulo 2**64, so that the row coordinate runs into its bound,
 # PACKED_ROWS, exactly where the sequence ends: loads are filled with zeros there and stores are dropped.
-PACKED_ROWS = tl.constexpr(2**30)
+PACKED_ROWS = tl.constexpr(records.PACKED_ROWS)
 
 
 class Sequence(NamedTuple):

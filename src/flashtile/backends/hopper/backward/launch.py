@@ -10,31 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.records import Call, Heads, Rows, Sequences
-from flashtile.backends.gpu.device.softmax import LOG2_E
+from flashtile.backends.gpu.device.records import LOG2_E, Call, Heads, Rows, Sequences
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Masks, Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.lists import masks_of
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.backends.gpu.records import num_packed_tiles, operand_names, read_by_mods, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward import records
 from flashtile.backends.hopper.backward.config import Config
-from flashtile.backends.hopper.backward.kernel import attention_backward
 from flashtile.backends.hopper.backward.records import Results, Schedule, Splits, Sums, Tiles, Work
-from flashtile.backends.hopper.backward.rows import finish_gradient, prepare_rows
-from flashtile.backends.hopper.backward.scheduler import BOUNDS_BLOCK
 from flashtile.backends.hopper.backward.workspace import Workspace, key_blocks
-from flashtile.backends.hopper.device.records import Mods
+from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Mods
 from flashtile.backends.hopper.forward.config import by_bits, has_slope
 from flashtile.backends.hopper.records import mods_of
 from flashtile.backends.portable import repair
 from flashtile.call.backend import Chain, Gradients
 from flashtile.call.problem import Problem, Tensors
 
-# Keys for which there are bounds of intervals: ``scheduler.BOUNDS_BLOCK``.
-_OF_KEYS = Side(BOUNDS_BLOCK.value, over_keys=True)
+attention_backward = DeviceModule("flashtile.backends.hopper.backward.kernel").attention_backward
+_rows_code = DeviceModule("flashtile.backends.hopper.backward.rows")
+finish_gradient = _rows_code.finish_gradient
+prepare_rows = _rows_code.prepare_rows
+
+
+# Keys for which there are bounds of intervals.
+_OF_KEYS = Side(BOUNDS_BLOCK, over_keys=True)
 # Half of Hopper's 50 MB of L2; other chips may use it too: the order of tiles changes no sum within a tile.
 _CACHE_BYTES = 25 * 1024 * 1024
 # Rows of a gradient that one program of ``finish_gradient`` finishes.
@@ -213,7 +216,7 @@ class BackwardPlan:
         p = self._problem
         rows = work[self._work.rows_at // 4 : self._work.counter_at // 4]
         lse_log2, delta = rows.view(1 if p.varlen else p.batch, p.num_heads_q, -1, 2, self._block_m).unbind(3)
-        weight = torch.exp2(sinks.float()[:, None, None] * LOG2_E.value - lse_log2)
+        weight = torch.exp2(sinks.float()[:, None, None] * LOG2_E - lse_log2)
         return -(weight * delta).sum(dim=(0, 2, 3)).to(sinks.dtype)
 
 
@@ -385,7 +388,7 @@ def backward_mods(problem: Problem, t: Tensors, masks: Masks | None) -> Mods:
     mods = mods_of(problem, t, None, None, masks)._replace(sinks=None, SCALE_FIRST=False)
     if problem.softcap > 0 or problem.score_function is not None:
         return mods
-    return mods._replace(scale_log2=problem.softmax_scale * LOG2_E.value, prescale=None)
+    return mods._replace(scale_log2=problem.softmax_scale * LOG2_E, prescale=None)
 
 
 def _gradients(

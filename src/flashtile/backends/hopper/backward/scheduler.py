@@ -12,12 +12,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device import blocks, intervals, lists, scheduler, sequence
+from flashtile.backends.hopper.device import records
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows
 from flashtile.backends.hopper.device.ring import slot_of
 
 # Keys for which there are bounds of intervals.
-BOUNDS_BLOCK = gl.constexpr(64)
+BOUNDS_BLOCK = gl.constexpr(records.BOUNDS_BLOCK)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The workspace of the Hopper backward, see ``rows``: its size, and how many tiles share the query heads of a key head."""
+"""The size of the Hopper backward's workspace, see ``rows``; how many tiles share the query heads of a key head."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Workspace(NamedTuple):
         counter_at = rows_at + 4 * blocks * 2 * config.block_m
         dq_order_at = counter_at + 16 if problem.grads.q and problem.deterministic else None
         end = counter_at + 16 if dq_order_at is None else dq_order_at + 16 * -(-blocks // 4)
-        count = scheduler.gqa_splits(problem, config, tensors.k.shape[-3])
+        count = gqa_splits(problem, config, tensors.k.shape[-3])
         sum_heads = count if problem.deterministic else 1
         keys = key_blocks(problem, config, tensors) * config.block_n * sum_heads
         dk_at = end if count > 1 and problem.grads.k else None

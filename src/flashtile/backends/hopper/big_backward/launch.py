@@ -10,6 +10,7 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import Call, Heads
 from flashtile.backends.gpu.intervals import Side, bounds_launch, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import launch as backward
@@ -18,10 +19,12 @@ from flashtile.backends.hopper.backward.records import Schedule, Splits
 from flashtile.backends.hopper.backward.workspace import Workspace
 from flashtile.backends.hopper.big_backward import config as configs
 from flashtile.backends.hopper.big_backward.config import BLOCK, Config
-from flashtile.backends.hopper.big_backward.kernel import big_backward
 from flashtile.backends.hopper.big_backward.records import Gradient, Grid
 from flashtile.backends.hopper.forward.config import has_slope
 from flashtile.call.problem import Problem, Tensors
+
+big_backward = DeviceModule("flashtile.backends.hopper.big_backward.kernel").big_backward
+
 
 # Columns of a box: all that a swizzle of 128 bytes holds.
 _BOX = 64

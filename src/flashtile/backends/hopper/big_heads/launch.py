@@ -9,15 +9,18 @@ import torch
 from flashtile.backends.gpu.intervals import bounds_launch
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.lists import masks_of
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.backends.gpu.records import table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.big_heads import config as configs
 from flashtile.backends.hopper.big_heads.config import Config
-from flashtile.backends.hopper.big_heads.kernel import big_heads_forward
 from flashtile.backends.hopper.device.records import Columns
 from flashtile.backends.hopper.forward.launch import OF_ROWS, ForwardPlan, is_same, meets_edges, num_programs
 from flashtile.backends.hopper.records import call_of, keys_of, mods_of, output_of, rows_of, schedule_of
 from flashtile.call.problem import Problem, Tensors
+
+big_heads_forward = DeviceModule("flashtile.backends.hopper.big_heads.kernel").big_heads_forward
+
 
 # Columns of a box: all that a swizzle of 128 bytes holds.
 _BOX = 64

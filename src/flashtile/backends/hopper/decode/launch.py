@@ -6,14 +6,16 @@ from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode.config import Config
 from flashtile.backends.gpu.decode.launch import Bounds, DecodePlan, attention_call
 from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.backends.gpu.records import multiprocessors
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.decode.config import choose, leaves_few, runs_forward
-from flashtile.backends.hopper.decode.kernel import wide_cache_attention
 from flashtile.backends.hopper.device.records import Maps, Warps
 from flashtile.backends.hopper.forward.cached import cached_launch
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
+
+wide_cache_attention = DeviceModule("flashtile.backends.hopper.decode.kernel").wide_cache_attention
 
 
 class CachedPlan(DecodePlan):

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+# Rows of a forward, and keys of a backward, for which there are bounds of intervals.
+BOUNDS_BLOCK = 64
+
 
 class Slopes(NamedTuple):
     """ALiBi's slopes by head.

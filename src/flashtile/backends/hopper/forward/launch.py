@@ -14,18 +14,20 @@ from flashtile.backends.gpu.host import Step, kept, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, TensorMap
 from flashtile.backends.gpu.lists import masks_of
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.backends.gpu.records import num_packed_tiles, operand_names, read_by_mods, table_launches
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.device.records import Cache
+from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Cache
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
-from flashtile.backends.hopper.forward.kernel import attention_forward
-from flashtile.backends.hopper.forward.scheduler import BOUNDS_BLOCK
 from flashtile.backends.hopper.records import call_of, keys_of, mods_of, output_of, rows_of, schedule_of
 from flashtile.backends.portable import repair
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import states
 from flashtile.core.states import Partial
+
+attention_forward = DeviceModule("flashtile.backends.hopper.forward.kernel").attention_forward
+
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "sinks", "cu_seqlens_q", "cu_seqlens_k", "counter", "alibi", "bias", "mask",
@@ -115,8 +117,8 @@ def _joined(partial: Partial, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]
     return both.to(out.dtype), lse
 
 
-# Rows for which there are bounds of intervals: ``scheduler.BOUNDS_BLOCK``.
-OF_ROWS = Side(BOUNDS_BLOCK.value)
+# Rows for which there are bounds of intervals.
+OF_ROWS = Side(BOUNDS_BLOCK)
 
 
 def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> dict[str, Launch]:

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device import blocks, intervals, lists, scheduler, sequence
 from flashtile.backends.gpu.device.records import Band
+from flashtile.backends.hopper.device import records
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows, also
 from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
@@ -15,7 +16,7 @@ from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
 SCALE_ROWS = gl.constexpr(128)
 
 # Rows for which there are bounds of intervals.
-BOUNDS_BLOCK = gl.constexpr(64)
+BOUNDS_BLOCK = gl.constexpr(records.BOUNDS_BLOCK)
 # The position of the one block of a tile whose list is empty, and a key past all others, where that block begins.
 NOWHERE = gl.constexpr(2**30)
 _LAST_KEY = gl.constexpr(2**28)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode import records
-from flashtile.backends.gpu.launch import Launch, TensorMap
+from flashtile.backends.gpu.launch import DEFAULT, Launch, TensorMap
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.backends.gpu.records import geometry, multiprocessors
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Latent
 from flashtile.backends.hopper.latent.config import PATIENCE, ROWS, choose, lanes_of
-from flashtile.backends.hopper.latent.kernel import latent_attention
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
+
+latent_attention = DeviceModule("flashtile.backends.hopper.latent.kernel").latent_attention
 
 
 def latent_launch(problem: Problem, tensors: CacheTensors) -> tuple[Launch, int, int]:
@@ -67,5 +68,4 @@ def query_map(name: str, queries: Tensor) -> TensorMap | None:
     if 0 in x.shape or (min(seqlen, heads) > 1 and row != heads * head) or not tensor_maps.is_readable(x):
         return None
     of_rows = geometry((batch, seqlen * heads, dim), (entry, row if heads == 1 else head, 1), varlen=False)
-    layout = gl.NVMMASharedLayout.get_default_for([1, ROWS, 64], tensor_maps.GLUON_DTYPES[x.dtype])
-    return TensorMap(x.dtype, *of_rows, (1, ROWS, 64), layout, name)
+    return TensorMap(x.dtype, *of_rows, (1, ROWS, 64), DEFAULT, name)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device.records import Scale
-from flashtile.backends.gpu.device.softmax import LOG2_E
+from flashtile.backends.gpu.device.records import LOG2_E, Scale
 from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.launch import Launch, TensorMap, pointer
+from flashtile.backends.gpu.launch import DEFAULT, Launch, TensorMap, pointer
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.backends.gpu.records import geometry
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Scales
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.quantized import config as configs
 from flashtile.backends.hopper.quantized.config import Config
-from flashtile.backends.hopper.quantized.kernel import attention_quantized
 from flashtile.backends.hopper.records import call_of, keys_of, output_of, plain_mods, rows_of, schedule_of
 from flashtile.call.problem import Problem
 from flashtile.call.quantized_arguments import QuantizedTensors
 from flashtile.call.quantized_problem import scale_strides
+
+attention_quantized = DeviceModule("flashtile.backends.hopper.quantized.kernel").attention_quantized
+
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "sinks", "shift", "cu_seqlens_q", "cu_seqlens_k", "counter", "q_scale", "k_scale",
@@ -64,8 +65,7 @@ def columns_map(v: Tensor, rows: int, cols: int) -> TensorMap:
     """Boxes of dimensions and keys of one head of v, transposed: ([batch,] heads, head_dim_v, columns)."""
     v = v if v.dim() == 4 else v[None]
     box = (1, 1, rows, cols)
-    layout = gl.NVMMASharedLayout.get_default_for(list(box), tensor_maps.GLUON_DTYPES[v.dtype])
-    return TensorMap(v.dtype, *geometry(tuple(v.shape), v.stride(), False), box, layout, "v")
+    return TensorMap(v.dtype, *geometry(tuple(v.shape), v.stride(), False), box, DEFAULT, "v")
 
 
 def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config) -> Launch:
@@ -87,7 +87,7 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config
     each_scale = (("q_scale", t.q_scale), ("k_scale", t.k_scale), ("v_scale", t.v_scale))
     q_scale, k_scale, v_scale = (Scale(pointer(each, name), *scale_strides(each)) for name, each in each_scale)
     shift, out_scale = pointer(t.shift, "shift"), pointer(t.out_scale, "out_scale")
-    scales = Scales(q_scale, k_scale, v_scale, shift, p.softmax_scale * LOG2_E.value, out_scale)
+    scales = Scales(q_scale, k_scale, v_scale, shift, p.softmax_scale * LOG2_E, out_scale)
     arguments = {
         "call": call_of(p, t, call_rows, keys_of(p, t), plain_mods(p, t)),
         "scales": scales,

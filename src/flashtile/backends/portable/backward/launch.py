@@ -14,6 +14,7 @@ from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.lists import masks_of
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.backends.gpu.records import multiprocessors, operand_names, read_by_mods, rows_of, table_launches
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.backward.config import (
@@ -25,9 +26,6 @@ from flashtile.backends.portable.backward.config import (
     key_kernels,
     may_add_bias,
 )
-from flashtile.backends.portable.backward.dbias import attention_backward_dbias
-from flashtile.backends.portable.backward.kernel import attention_backward_dkdv, attention_backward_dq, repair_dq
-from flashtile.backends.portable.backward.preprocess import prepare_rows, sum_gqa_splits
 from flashtile.backends.portable.backward.workspace import (
     Repair,
     gqa_splits,
@@ -47,6 +45,16 @@ from flashtile.backends.portable.records import (
 from flashtile.backends.portable.tuned import or_tables
 from flashtile.call.backend import Gradients
 from flashtile.call.problem import Problem, Tensors
+
+attention_backward_dbias = DeviceModule("flashtile.backends.portable.backward.dbias").attention_backward_dbias
+_kernels = DeviceModule("flashtile.backends.portable.backward.kernel")
+attention_backward_dkdv = _kernels.attention_backward_dkdv
+attention_backward_dq = _kernels.attention_backward_dq
+repair_dq = _kernels.repair_dq
+_preprocess = DeviceModule("flashtile.backends.portable.backward.preprocess")
+prepare_rows = _preprocess.prepare_rows
+sum_gqa_splits = _preprocess.sum_gqa_splits
+
 
 _PREPARE_ROWS = 32
 # Float32 numbers, 1 MB: sequences that run at once add to different copies.

@@ -20,15 +20,20 @@ from flashtile.backends.gpu.functions import module_of, operands_of
 from flashtile.backends.gpu.intervals import Side
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.lists import masks_of
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.backends.portable.backward.config import choose
-from flashtile.backends.portable.backward.dbias import attention_backward_dbias
-from flashtile.backends.portable.backward.scatter import attention_backward_diagonals, attention_backward_places
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.device.records import BiasGradient, Diagonals, Partial, Places
 from flashtile.backends.portable.records import call_of, num_programs, tiles_of
 from flashtile.call.functions import Function, score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.mods.places import Way, axes_of, way_of
+
+attention_backward_dbias = DeviceModule("flashtile.backends.portable.backward.dbias").attention_backward_dbias
+_scatter = DeviceModule("flashtile.backends.portable.backward.scatter")
+attention_backward_diagonals = _scatter.attention_backward_diagonals
+attention_backward_places = _scatter.attention_backward_places
+
 
 _NO_AXES: tuple[int | None, ...] = ()
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+# Programs that share the sum of a head's keys.
+MEAN_SPLITS = 16
+
 
 class Tiles(NamedTuple):
     """The last argument of the portable kernels.

@@ -12,12 +12,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import records, sequence
-
-
-@triton.constexpr_function
-def widths(cols):
-    """The width of each part, the widest first."""
-    return [1 << bit for bit in reversed(range(cols.bit_length())) if cols >> bit & 1]
+from flashtile.backends.portable.config import widths
 
 
 @triton.constexpr_function

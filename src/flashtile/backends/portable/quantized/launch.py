@@ -8,12 +8,12 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import Call, Output, Rows, Scale
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
+from flashtile.backends.gpu.named import DeviceModule
 from flashtile.backends.gpu.records import rows_of
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config, padded_dims
 from flashtile.backends.portable.device.records import Scales
 from flashtile.backends.portable.quantized.config import choose
-from flashtile.backends.portable.quantized.kernel import attention_quantized
 from flashtile.backends.portable.records import (
     heads_at_once,
     heads_of,
@@ -25,6 +25,9 @@ from flashtile.backends.portable.records import (
 from flashtile.call.problem import Problem
 from flashtile.call.quantized_arguments import QuantizedTensors
 from flashtile.call.quantized_problem import scale_strides
+
+attention_quantized = DeviceModule("flashtile.backends.portable.quantized.kernel").attention_quantized
+
 
 _OPERANDS = (
     "q", "k", "v", "out", "lse", "q_scale", "k_scale", "v_scale", "shift", "sinks", "cu_seqlens_q", "cu_seqlens_k",

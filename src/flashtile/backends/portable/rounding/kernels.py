@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.decode.append import e4m3_bits
+from flashtile.backends.portable.device import records
 from flashtile.call.blocks import BLOCK as _BLOCK
 from flashtile.call.quantized import LARGEST as _LARGEST
 from flashtile.call.quantized import MOST_KEYS as _MOST_KEYS
@@ -20,7 +21,7 @@ from flashtile.call.quantized import MOST_KEYS as _MOST_KEYS
 BLOCK: tl.constexpr = tl.constexpr(_BLOCK)
 LARGEST: tl.constexpr = tl.constexpr(_LARGEST)
 # The keys of a head are summed in so many parts, then these, always in this order: the same bits in every run.
-SPLITS: tl.constexpr = tl.constexpr(16)
+SPLITS: tl.constexpr = tl.constexpr(records.MEAN_SPLITS)
 MOST_KEYS: tl.constexpr = tl.constexpr(_MOST_KEYS)
 
 

@@ -13,11 +13,18 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import Sequences
 from flashtile.backends.gpu.host import Step, run
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
-from flashtile.backends.portable.device.records import Angles, Mean, PerHead, Rounding, Source, Written
-from flashtile.backends.portable.rounding.kernels import SPLITS, mean_of_keys, quantize_columns, quantize_rows, sum_keys
+from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.portable.device.records import MEAN_SPLITS, Angles, Mean, PerHead, Rounding, Source, Written
 from flashtile.call.blocks import BLOCK, num_blocks
 from flashtile.call.problem import compute_capability
 from flashtile.call.quantized import E4M3, Choices, Inputs, Quantized, record, turned
+
+_kernels = DeviceModule("flashtile.backends.portable.rounding.kernels")
+mean_of_keys = _kernels.mean_of_keys
+quantize_columns = _kernels.quantize_columns
+quantize_rows = _kernels.quantize_rows
+sum_keys = _kernels.sum_keys
+
 
 # Heads of a program that quantises rows, and the most bytes of a head's rows of which the next are loaded meanwhile:
 # half as many beside angles, which take registers, twice as many on sm_90 and sm_100, whose shared memory has room.
@@ -111,7 +118,7 @@ def mean_launches(side: Side) -> dict[str, Launch]:
     }  # fmt: skip
     options = {"num_warps": 4, "num_stages": 1, **_registers(side)}
     return {
-        "sum_keys": Launch(sum_keys, side.batch * heads * int(SPLITS), of_sums, options),
+        "sum_keys": Launch(sum_keys, side.batch * heads * MEAN_SPLITS, of_sums, options),
         "mean_of_keys": Launch(mean_of_keys, side.batch * heads, of_mean, {"num_warps": 8, "num_stages": 1}),
     }
 
@@ -225,7 +232,7 @@ class QuantizePlan:
         *lead, rows, heads, width = given.q.shape
         self._shift_shape = (*lead, heads, rows)
         self._mean_shape = (sides[1].batch, given.k.shape[-2], width)
-        self._sums_shape = (*self._mean_shape, int(SPLITS))
+        self._sums_shape = (*self._mean_shape, MEAN_SPLITS)
         # Those of q, k and v begin on 16 bytes.
         self._largest_shape = (3, -(-sides[0].batch * heads // 4) * 4)
 
