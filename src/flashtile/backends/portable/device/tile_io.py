@@ -12,7 +12,10 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import records, sequence
-from flashtile.backends.portable.config import widths
+from flashtile.backends.portable import config
+
+
+widths = triton.constexpr_function(config.widths)
 
 
 @triton.constexpr_function
