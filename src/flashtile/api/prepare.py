@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -121,6 +122,7 @@ def warm_up(
     device: torch.device | str = "cuda",
     backward: bool = True,
     gpu: str | None = None,
+    into: str | os.PathLike[str] | None = None,
     **keywords: Unpack[AnyCall],
 ) -> list[BuildTime]:
     """Builds the kernels that a call needs, in parallel, so that the call itself does not wait for them.
@@ -136,9 +138,23 @@ def warm_up(
     container image is made. What is built lies in Triton's cache alone, the folder ``TRITON_CACHE_DIR``, and is found
     there by the same releases of Triton and of this package at the same path.
 
+    into names an archive, ``"kernels.ftk"``, to which the kernels are added, for ``gpu`` or else the GPU that is here.
+    A process with ``FLASHTILE_KERNELS`` set to its path loads them in milliseconds and needs no Triton for them.
+
     Returns:
         A record per kernel; no records for a backend that needs no build.
+
+    Raises:
+        InvalidInputError: An argument is wrong, or the archive cannot be written.
     """
+    if into is not None:
+        from flashtile.backends.gpu import ahead  # what few programs need is not loaded by all
+
+        major, minor = (0, 0) if gpu is not None else compute_capability(_device(device)) or (0, 0)
+        if gpu is None and not major:
+            raise InvalidInputError("into", "is given, but there is no NVIDIA GPU here: name one with gpu='sm_90'")
+        with ahead.into(into):
+            return warm_up(q, k, v, device=device, backward=backward, gpu=gpu or f"sm_{major}{minor}", **keywords)
     if gpu is not None:
         from flashtile.call.gpus import gpu_of
 

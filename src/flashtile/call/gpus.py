@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from flashtile.core.errors import InvalidInputError, shown
 
+# A100, A10, L40S, H100, B200, RTX PRO 6000, MI300X, MI355X.
+_MULTIPROCESSORS: dict[int | str, int] = {
+    80: 108, 86: 72, 89: 142, 90: 132, 100: 148, 120: 188, "gfx942": 304, "gfx950": 256,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -21,6 +26,11 @@ class Gpu:
     backend: str
     arch: int | str
     warp_size: int
+
+    @property
+    def multiprocessors(self) -> int:
+        """Those of the usual device of the architecture; of one that is not known here as many as an H100 has."""
+        return _MULTIPROCESSORS.get(self.arch, 132)
 
     @property
     def capability(self) -> tuple[int, int] | None:

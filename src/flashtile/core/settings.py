@@ -102,7 +102,21 @@ CONFIG_HOME = Setting(
     "The system's own: unless FLASHTILE_TILES names another, the file is flashtile/tiles.json there.",
 )
 
-SETTINGS: tuple[Setting, ...] = (CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER, COPIES, TILES, CONFIG_HOME)
+KERNELS = Setting(
+    "FLASHTILE_KERNELS",
+    "",
+    "Archives of kernels that were built ahead, absolute paths with colons between them, instead of those that are"
+    " installed; off for none; read once.",
+)
+RECORD = Setting(
+    "FLASHTILE_RECORD",
+    "",
+    "A file to which each kernel that has to be compiled adds a line, which flashtile build takes.",
+)
+
+SETTINGS: tuple[Setting, ...] = (
+    CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER, COPIES, TILES, CONFIG_HOME, KERNELS, RECORD,
+)  # fmt: skip
 
 
 def validate() -> None:

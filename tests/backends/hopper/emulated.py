@@ -105,7 +105,7 @@ Run = Callable[[Launch], None]
 def forget_plans() -> None:
     """Drops what was planned for other kernels or tiles."""
     launch._counters.clear()
-    tensor_maps.num_sms.cache_clear()
+    tensor_maps._num_sms.cache_clear()
     plans.kinds, plans.families = OrderedDict(), OrderedDict()
     dispatch._first.cache_clear()
 

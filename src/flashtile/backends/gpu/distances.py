@@ -10,12 +10,12 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import SLACK, DistanceTable, Tabulated
 from flashtile.backends.gpu.functions import module_of, operands_of
 from flashtile.backends.gpu.launch import Launch, Pointer
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.call.functions import score_function
 from flashtile.call.problem import Problem
 from flashtile.mods.places import tabulated
 
-tabulate = DeviceModule("flashtile.backends.gpu.device.distances").tabulate
+tabulate = device_code("flashtile.backends.gpu.device.distances").tabulate
 
 
 _BLOCK = 256

@@ -22,12 +22,17 @@ class PrintedModule(DeviceModule):
 
     def __init__(self, text: str, has_table: bool) -> None:
         """``has_table`` as of ``printed.source``."""
-        self._text, self._has_table = text, has_table
+        self.text, self.has_table = text, has_table
         super().__init__(f"mod {name_of(text)}{' table' if has_table else ''}")
+
+    @property
+    def source(self) -> str:
+        """What is printed."""
+        return source(self.text, self.has_table)
 
     def load(self) -> Any:
         """The module."""
-        return _printed(self._text, self._has_table)
+        return _printed(self)
 
 
 @functools.cache
@@ -37,10 +42,10 @@ def module_of(text: str, has_table: bool = False) -> PrintedModule:
 
 
 @functools.cache
-def _printed(text: str, has_table: bool) -> Any:
-    lines, name = source(text, has_table), f"<mod {name_of(text)}{' table' if has_table else ''}>"
+def _printed(module: PrintedModule) -> Any:
+    lines, name = module.source, f"<{module.name}>"
     linecache.cache[name] = (len(lines), None, lines.splitlines(True), name)
-    made = types.ModuleType(f"mod_{name_of(text)}")
+    made = types.ModuleType(module.name.replace(" ", "_"))
     made.__file__ = name
     exec(compile(lines, name, "exec"), vars(made))
     return made

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import struct
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu import driver
+from flashtile.backends.gpu import archive, driver
 from flashtile.backends.gpu.launch import (
     TYPES,
     Captured,
@@ -35,6 +37,7 @@ from flashtile.backends.gpu.launch import (
     lower,
     mapped,
     specialise,
+    text_of,
     with_functions,
 )
 from flashtile.call import backend as base
@@ -49,8 +52,8 @@ class Build:
     """A kernel compiled and loaded on a device.
 
     Attributes:
-        compiled: Triton's object, which keeps the code loaded.
-        what: The specialisation it was compiled for.
+        compiled: Triton's object, or an archive's, which keeps the code loaded.
+        names: Of the run-time leaves, in order.
         unknown: Why the kernel cannot be launched without Triton, or None.
         function: The driver's handle.
         layout: Layout of its argument block; None if it cannot be launched without Triton.
@@ -59,7 +62,7 @@ class Build:
     """
 
     compiled: Any
-    what: Specialisation
+    names: tuple[str, ...]
     unknown: str | None
     function: int
     layout: driver.BlockLayout | None
@@ -72,24 +75,47 @@ _locks: dict[tuple[Any, ...], threading.Lock] = {}
 
 
 def find_build(launch: Launch, device: int, key: tuple[Any, ...] | None = None) -> Build:
-    """The build of a launch on a device, compiled if this process has not seen it; key: what ``lower`` says.
+    """The build of a launch on a device, made if this process has not seen it; key: what ``lower`` says.
 
     Waits for another thread that is making it.
     """
-    key = device, *(key or lower(launch)[0])
+    lowered = key or lower(launch)[0]
+    key = device, *lowered
     if key not in _builds:
         with _locks.setdefault(key, threading.Lock()):
             if key not in _builds:
-                what = specialise(launch)
-                _builds[key] = make_build(what, load(launch, what, device))
+                _builds[key] = _from_archive(lowered, device) or _compiled(launch, device)
     return _builds[key]
+
+
+def _compiled(launch: Launch, device: int) -> Build:
+    if place := settings.RECORD.text():
+        from flashtile.backends.gpu.ahead import as_json  # what few programs need is not loaded by all
+
+        with open(os.path.expanduser(place), "a") as file:
+            file.write(as_json(launch) + "\n")
+    what = specialise(launch)
+    return make_build(what, load(launch, what, device))
+
+
+def _from_archive(lowered: tuple[Any, ...], device: int) -> Build | None:
+    """The build among the archives; None if it is not there, or if the driver refuses it."""
+    if not archive.archives() or not _is_direct():
+        return None
+    if (found := archive.look_up(text_of(lowered), device)) is None:
+        return None
+    try:
+        return known_build(found.about, archive.load(found, device))
+    except driver.DriverError as error:
+        warnings.warn(f"a kernel of an archive is compiled instead: {error}", stacklevel=4)
+        return None
 
 
 def load(launch: Launch, what: Specialisation, device: int) -> Any:
     """Triton's compiled kernel, loaded on a device."""
     from triton.runtime import driver as triton_driver
 
-    start_hashing().join()
+    _start_hashing().join()
     with torch.cuda.device(device):
         compiled = compile_kernel(launch.kernel, what, launch.options, triton_driver.active.get_current_target())
         # Triton's launcher knows no tensor maps in records: it takes each leaf as a parameter, as the kernel does.
@@ -102,7 +128,13 @@ def load(launch: Launch, what: Specialisation, device: int) -> Any:
 
 
 @functools.cache
-def start_hashing() -> threading.Thread:
+def start_hashing() -> threading.Thread | None:
+    """``_start_hashing``, unless archives are expected to have all that a call needs."""
+    return None if archive.archives() else _start_hashing()
+
+
+@functools.cache
+def _start_hashing() -> threading.Thread:
     """Has Triton hash its own 400 MB, for the keys of its cache, while a process imports its first kernels."""
     thread = threading.Thread(target=_hash)
     thread.start()
@@ -129,20 +161,33 @@ def _load_code(compiled: Any, device: int) -> None:
 
 def make_build(what: Specialisation, compiled: Any) -> Build:
     """The record that launches need of a compiled kernel."""
-    about = compiled.metadata
     unknown = why_unknown(what, compiled)
     if unknown is not None:
-        return Build(compiled, what, unknown, compiled.function, None, [])
-    layout = driver.BlockLayout(what.signature, 32 * about.num_warps, about.shared)
-    maps = iter(about.tensordesc_meta or [])
+        return Build(compiled, tuple(what.signature), unknown, compiled.function, None, [])
+    return known_build(about_of(what, compiled), compiled)
+
+
+def about_of(what: Specialisation, compiled: Any) -> dict[str, Any]:
+    """What launches need to know of a compiled kernel for which ``why_unknown`` has no reason, as JSON values."""
+    about = compiled.metadata
+    maps = [[list(each["block_size"]), each["swizzle"], each["elem_size"]] for each in about.tensordesc_meta or []]
+    # How a box lies in shared memory matters no more.
+    leaves = [[name, kind[: kind.find("]") + 1] or kind] for name, kind in what.signature.items()]
+    return {"name": about.name, "num_warps": about.num_warps, "shared": about.shared, "leaves": leaves, "maps": maps}
+
+
+def known_build(about: Mapping[str, Any], compiled: Any) -> Build:
+    """The record of loaded code, from ``about_of`` it."""
+    signature, maps = dict(about["leaves"]), iter(about["maps"])
+    layout = driver.BlockLayout(signature, 32 * about["num_warps"], about["shared"])
     places: list[Any] = []
-    for name, kind in what.signature.items():
+    for name, kind in signature.items():
         about_map = None
         if kind.startswith("tensordesc"):
-            each = next(maps)
-            about_map = (tuple(each["block_size"]), each["swizzle"], each["elem_size"])
+            box, swizzle, size = next(maps)
+            about_map = (tuple(box), swizzle, size)
         places.append((layout.words[name] if about_map or kind.startswith("*") else None, about_map))
-    return Build(compiled, what, None, compiled.function, layout, places)
+    return Build(compiled, tuple(signature), None, compiled.function, layout, places)
 
 
 def why_unknown(what: Specialisation, compiled: Any) -> str | None:
@@ -228,7 +273,7 @@ class Step:
         """Makes the content of blocks."""
         values: list[Any] = []
         self._addresses, self._numbers = [], []
-        named = zip(leaves, self._build.places, self._build.what.signature, strict=True)
+        named = zip(leaves, self._build.places, self._build.names, strict=True)
         for value, (word, about_map), name in named:
             if type(value) is Captured:
                 values.append(0)
@@ -381,10 +426,16 @@ def builds(launches: Mapping[str, Launch]) -> list[base.Build]:
     if (gpu := AHEAD.get()) is not None:
         from triton.backends.compiler import GPUTarget
 
-        target = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
+        from flashtile.backends.gpu.ahead import RECORDER
+
+        target, recorder = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size), RECORDER.get()
         return [
-            base.Build(name, functools.partial(compile_kernel, each.kernel, specialise(each), each.options, target))
+            base.Build(
+                name,
+                functools.partial(compile_kernel, each.kernel, specialise(each), each.options, target)
+                if recorder is None else functools.partial(recorder.build, each, target),
+            )
             for name, each in launches.items()
-        ]
+        ]  # fmt: skip
     device = torch.cuda.current_device()
     return [base.Build(name, functools.partial(find_build, launch, device)) for name, launch in launches.items()]

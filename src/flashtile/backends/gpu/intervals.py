@@ -9,10 +9,10 @@ from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Bounds, BoundsTable, Interval, Lists
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.call.problem import Problem, Tensors
 
-interval_bounds = DeviceModule("flashtile.backends.gpu.device.intervals").interval_bounds
+interval_bounds = device_code("flashtile.backends.gpu.device.intervals").interval_bounds
 
 
 _SCAN = 1024

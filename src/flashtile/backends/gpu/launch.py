@@ -349,6 +349,27 @@ def source_of(kernel: Any, what: Specialisation, amd: bool) -> Any:
     )
 
 
+def text_of(key: tuple[Any, ...]) -> str | None:
+    """What ``lower`` says a build depends on as a text, the same in every process; None for what has no such text."""
+    try:
+        return _text(key)
+    except TypeError:
+        return None
+
+
+def _text(value: Any) -> str:
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str, torch.dtype, DeviceFunction):
+        return repr(value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if kind is tuple:
+        return f"({','.join(map(_text, value))})"
+    if kind is Const:
+        return f"Const({_text(value.value)})"
+    raise TypeError(kind.__name__)
+
+
 def leaf_names(tree: Mapping[str, Any]) -> list[str]:
     """The names of a ``Specialisation.tree``, in order."""
     return [name for each in tree.values() for name, _ in _paths(each, ())]

@@ -5,6 +5,7 @@ Modules of device code import Triton, which takes a second and is not needed whe
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -52,6 +53,12 @@ class DeviceFunction:
 
     def __getitem__(self, grid: Any) -> Any:
         return self.load()[grid]
+
+
+@functools.cache
+def device_code(name: str) -> DeviceModule:
+    """The module with a dotted name, one object for each: a function's place is a part of the keys of builds."""
+    return DeviceModule(name)
 
 
 def loaded(value: Any) -> Any:

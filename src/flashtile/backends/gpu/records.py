@@ -10,11 +10,11 @@ from torch import Tensor
 
 from flashtile.backends.gpu.device.records import PACKED_ROWS, Alibi, Dropout, Mod, Rows
 from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, pointer
-from flashtile.backends.gpu.named import DeviceModule
-from flashtile.call.problem import Problem
+from flashtile.backends.gpu.named import device_code
+from flashtile.call.problem import AHEAD, Problem
 from flashtile.core import philox
 
-mods = DeviceModule("flashtile.backends.gpu.device.mods")
+mods = device_code("flashtile.backends.gpu.device.mods")
 # The two extra dimensions of a packed tensor's map, in elements: see PACKED_ROWS. The first stride times the
 # coordinate PACKED_ROWS is 2**64 minus PACKED_ROWS rows, and addresses wrap.
 _ANY = 0x7FFF0000
@@ -111,7 +111,9 @@ def functions_of(problem: Problem, t: Any) -> tuple[Mod | None, Mod | None]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU, for tensors without data of the current one; 2 for Triton's interpreter."""
+    """Of a GPU, for tensors without data of the one that is built for, or the current one; 2 for an interpreter."""
+    if device.type == "meta" and (gpu := AHEAD.get()) is not None:
+        return int(gpu.multiprocessors)
     if device.type == "meta" and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     return _multiprocessors(device) if device.type == "cuda" else 2

@@ -9,15 +9,20 @@ from torch import Tensor
 
 from flashtile.backends.gpu.launch import DEFAULT, PLAIN, TensorMap
 from flashtile.backends.gpu.records import geometry
-from flashtile.call.problem import Tensors
+from flashtile.call.problem import AHEAD, Tensors
 
 # Bounds beyond any length are the same as none, and 32-bit arithmetic on positions must not overflow.
 _FAR = 2**30
 
 
-@functools.cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 for tensors that only show a layout."""
+    """Multiprocessors of a device; for tensors that only show a layout those of the GPU that is built for, or 1."""
+    gpu = AHEAD.get() if device.type == "meta" else None
+    return _num_sms(device) if gpu is None else int(gpu.multiprocessors)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
     return 1 if device.type == "meta" else torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import Band, Call, Dropout, Heads, Mod, Mods, Rows, ScoreTensor, Sequences
 from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import (
     alibi_of,
     dropout_of,
@@ -30,7 +30,7 @@ from flashtile.call.axes import is_aligned
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_arguments import QuantizedTensors
 
-mods = DeviceModule("flashtile.backends.gpu.device.mods")
+mods = device_code("flashtile.backends.gpu.device.mods")
 # Bytes of keys and values of heads that run together, the same for all chips, as it changes no result. Far below L2,
 # which rows and results pass through as well; measured: docs/tuning-notes.md.
 _CACHE_BYTES = 4 * 1024 * 1024

@@ -12,14 +12,14 @@ from flashtile.backends.gpu.decode.call import Call
 from flashtile.backends.gpu.decode.config import Config, choose
 from flashtile.backends.gpu.host import Step, kept, like_floats, run
 from flashtile.backends.gpu.launch import Launch
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import multiprocessors, operand_names, read_by_mods
 from flashtile.backends.gpu.trial import tried
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
-cache_append = DeviceModule("flashtile.backends.gpu.decode.append").cache_append
-cache_attention = DeviceModule("flashtile.backends.gpu.decode.kernel").cache_attention
+cache_append = device_code("flashtile.backends.gpu.decode.append").cache_append
+cache_attention = device_code("flashtile.backends.gpu.decode.kernel").cache_attention
 
 
 _OPERANDS = (

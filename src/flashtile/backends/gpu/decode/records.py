@@ -22,7 +22,7 @@ from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, bo
 from flashtile.backends.gpu.device.records import Band, Mod, Mods, Rows, Sequences, Tree
 from flashtile.backends.gpu.intervals import intervals_of
 from flashtile.backends.gpu.launch import Pointer, pointer
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import alibi_of, functions_of, named, rows_of, softcap_of
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
@@ -30,7 +30,7 @@ from flashtile.call.problem import Problem
 # Of one token, that a program moves.
 HEADS_AT_ONCE = 16
 
-mods = DeviceModule("flashtile.backends.gpu.device.mods")
+mods = device_code("flashtile.backends.gpu.device.mods")
 
 
 def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int, lanes: int, *, few: bool) -> Call:

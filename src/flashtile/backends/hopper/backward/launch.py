@@ -15,7 +15,7 @@ from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Masks, Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import num_packed_tiles, operand_names, read_by_mods, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
@@ -30,8 +30,8 @@ from flashtile.backends.portable import repair
 from flashtile.call.backend import Chain, Gradients
 from flashtile.call.problem import Problem, Tensors
 
-attention_backward = DeviceModule("flashtile.backends.hopper.backward.kernel").attention_backward
-_rows_code = DeviceModule("flashtile.backends.hopper.backward.rows")
+attention_backward = device_code("flashtile.backends.hopper.backward.kernel").attention_backward
+_rows_code = device_code("flashtile.backends.hopper.backward.rows")
 finish_gradient = _rows_code.finish_gradient
 prepare_rows = _rows_code.prepare_rows
 

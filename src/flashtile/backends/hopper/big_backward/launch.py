@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import Call, Heads
 from flashtile.backends.gpu.intervals import Side, bounds_launch, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Launch
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import launch as backward
@@ -23,7 +23,7 @@ from flashtile.backends.hopper.big_backward.records import Gradient, Grid
 from flashtile.backends.hopper.forward.config import has_slope
 from flashtile.call.problem import Problem, Tensors
 
-big_backward = DeviceModule("flashtile.backends.hopper.big_backward.kernel").big_backward
+big_backward = device_code("flashtile.backends.hopper.big_backward.kernel").big_backward
 
 
 # Columns of a box: all that a swizzle of 128 bytes holds.

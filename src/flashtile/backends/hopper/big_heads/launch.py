@@ -9,7 +9,7 @@ import torch
 from flashtile.backends.gpu.intervals import bounds_launch
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.big_heads import config as configs
@@ -19,7 +19,7 @@ from flashtile.backends.hopper.forward.launch import OF_ROWS, ForwardPlan, is_sa
 from flashtile.backends.hopper.records import call_of, keys_of, mods_of, output_of, rows_of, schedule_of
 from flashtile.call.problem import Problem, Tensors
 
-big_heads_forward = DeviceModule("flashtile.backends.hopper.big_heads.kernel").big_heads_forward
+big_heads_forward = device_code("flashtile.backends.hopper.big_heads.kernel").big_heads_forward
 
 
 # Columns of a box: all that a swizzle of 128 bytes holds.

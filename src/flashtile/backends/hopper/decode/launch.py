@@ -6,7 +6,7 @@ from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode.config import Config
 from flashtile.backends.gpu.decode.launch import Bounds, DecodePlan, attention_call
 from flashtile.backends.gpu.launch import Launch
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import multiprocessors
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.decode.config import choose, leaves_few, runs_forward
@@ -15,7 +15,7 @@ from flashtile.backends.hopper.forward.cached import cached_launch
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
-wide_cache_attention = DeviceModule("flashtile.backends.hopper.decode.kernel").wide_cache_attention
+wide_cache_attention = device_code("flashtile.backends.hopper.decode.kernel").wide_cache_attention
 
 
 class CachedPlan(DecodePlan):

@@ -14,7 +14,7 @@ from flashtile.backends.gpu.host import Step, kept, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, TensorMap
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import num_packed_tiles, operand_names, read_by_mods, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Cache
@@ -26,7 +26,7 @@ from flashtile.call.problem import Problem, Tensors
 from flashtile.core import states
 from flashtile.core.states import Partial
 
-attention_forward = DeviceModule("flashtile.backends.hopper.forward.kernel").attention_forward
+attention_forward = device_code("flashtile.backends.hopper.forward.kernel").attention_forward
 
 
 _OPERANDS = (

@@ -8,7 +8,7 @@ from torch import Tensor
 from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode import records
 from flashtile.backends.gpu.launch import DEFAULT, Launch, TensorMap
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import geometry, multiprocessors
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Latent
@@ -16,7 +16,7 @@ from flashtile.backends.hopper.latent.config import PATIENCE, ROWS, choose, lane
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
-latent_attention = DeviceModule("flashtile.backends.hopper.latent.kernel").latent_attention
+latent_attention = device_code("flashtile.backends.hopper.latent.kernel").latent_attention
 
 
 def latent_launch(problem: Problem, tensors: CacheTensors) -> tuple[Launch, int, int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import LOG2_E, Scale
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import DEFAULT, Launch, TensorMap, pointer
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import geometry
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Scales
@@ -20,7 +20,7 @@ from flashtile.call.problem import Problem
 from flashtile.call.quantized_arguments import QuantizedTensors
 from flashtile.call.quantized_problem import scale_strides
 
-attention_quantized = DeviceModule("flashtile.backends.hopper.quantized.kernel").attention_quantized
+attention_quantized = device_code("flashtile.backends.hopper.quantized.kernel").attention_quantized
 
 
 _OPERANDS = (

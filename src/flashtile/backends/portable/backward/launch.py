@@ -14,7 +14,7 @@ from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import multiprocessors, operand_names, read_by_mods, rows_of, table_launches
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.backward.config import (
@@ -46,12 +46,12 @@ from flashtile.backends.portable.tuned import or_tables
 from flashtile.call.backend import Gradients
 from flashtile.call.problem import Problem, Tensors
 
-attention_backward_dbias = DeviceModule("flashtile.backends.portable.backward.dbias").attention_backward_dbias
-_kernels = DeviceModule("flashtile.backends.portable.backward.kernel")
+attention_backward_dbias = device_code("flashtile.backends.portable.backward.dbias").attention_backward_dbias
+_kernels = device_code("flashtile.backends.portable.backward.kernel")
 attention_backward_dkdv = _kernels.attention_backward_dkdv
 attention_backward_dq = _kernels.attention_backward_dq
 repair_dq = _kernels.repair_dq
-_preprocess = DeviceModule("flashtile.backends.portable.backward.preprocess")
+_preprocess = device_code("flashtile.backends.portable.backward.preprocess")
 prepare_rows = _preprocess.prepare_rows
 sum_gqa_splits = _preprocess.sum_gqa_splits
 

@@ -20,7 +20,7 @@ from flashtile.backends.gpu.functions import module_of, operands_of
 from flashtile.backends.gpu.intervals import Side
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.portable.backward.config import choose
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.device.records import BiasGradient, Diagonals, Partial, Places
@@ -29,8 +29,8 @@ from flashtile.call.functions import Function, score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.mods.places import Way, axes_of, way_of
 
-attention_backward_dbias = DeviceModule("flashtile.backends.portable.backward.dbias").attention_backward_dbias
-_scatter = DeviceModule("flashtile.backends.portable.backward.scatter")
+attention_backward_dbias = device_code("flashtile.backends.portable.backward.dbias").attention_backward_dbias
+_scatter = device_code("flashtile.backends.portable.backward.scatter")
 attention_backward_diagonals = _scatter.attention_backward_diagonals
 attention_backward_places = _scatter.attention_backward_places
 

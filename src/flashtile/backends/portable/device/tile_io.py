@@ -14,7 +14,6 @@ import triton.language as tl
 from flashtile.backends.gpu.device import records, sequence
 from flashtile.backends.portable import config
 
-
 widths = triton.constexpr_function(config.widths)
 
 

@@ -10,7 +10,7 @@ from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.lists import masks_of
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import multiprocessors, operand_names, read_by_mods, table_launches
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config
@@ -25,7 +25,7 @@ from flashtile.backends.portable.tuned import or_tables
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.states import Partial
 
-_kernels = DeviceModule("flashtile.backends.portable.forward.kernel")
+_kernels = device_code("flashtile.backends.portable.forward.kernel")
 attention_forward = _kernels.attention_forward
 repair_forward = _kernels.repair_forward
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import Call, Output, Rows, Scale
 from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import rows_of
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config, padded_dims
@@ -26,7 +26,7 @@ from flashtile.call.problem import Problem
 from flashtile.call.quantized_arguments import QuantizedTensors
 from flashtile.call.quantized_problem import scale_strides
 
-attention_quantized = DeviceModule("flashtile.backends.portable.quantized.kernel").attention_quantized
+attention_quantized = device_code("flashtile.backends.portable.quantized.kernel").attention_quantized
 
 
 _OPERANDS = (

@@ -13,13 +13,13 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import Sequences
 from flashtile.backends.gpu.host import Step, run
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
-from flashtile.backends.gpu.named import DeviceModule
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.portable.device.records import MEAN_SPLITS, Angles, Mean, PerHead, Rounding, Source, Written
 from flashtile.call.blocks import BLOCK, num_blocks
 from flashtile.call.problem import compute_capability
 from flashtile.call.quantized import E4M3, Choices, Inputs, Quantized, record, turned
 
-_kernels = DeviceModule("flashtile.backends.portable.rounding.kernels")
+_kernels = device_code("flashtile.backends.portable.rounding.kernels")
 mean_of_keys = _kernels.mean_of_keys
 quantize_columns = _kernels.quantize_columns
 quantize_rows = _kernels.quantize_rows

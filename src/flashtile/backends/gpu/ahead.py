@@ -1,0 +1,258 @@
+"""Makes archives of kernels: compiles launches for an architecture, and writes what ``archive`` reads."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import struct
+import tempfile
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashtile.backends.gpu import archive, host
+from flashtile.backends.gpu.archive import Archive, Found
+from flashtile.backends.gpu.functions import PrintedModule, module_of
+from flashtile.backends.gpu.launch import (
+    Captured,
+    Const,
+    Launch,
+    Pointer,
+    TensorMap,
+    compile_kernel,
+    lower,
+    specialise,
+    text_of,
+)
+from flashtile.backends.gpu.named import DeviceFunction, DeviceModule, device_code
+from flashtile.core.errors import InvalidInputError
+
+# How arguments become parameters, whatever the kernel; and how users' functions are printed.
+_ALWAYS = ("backends/gpu/launch.py",)
+_PRINTS = ("flashtile.mods.printed", "flashtile.mods.graph", "flashtile.mods.places")
+
+
+class Recorder:
+    """Collects builds for an archive; several threads may add to it."""
+
+    def __init__(self) -> None:
+        """Empty."""
+        self.builds: dict[bytes, Found] = {}
+        self.left_out: list[str] = []
+        self._lock = threading.Lock()
+
+    def take(self, other: Archive) -> int:
+        """Adds an archive's builds whose sources are those that are installed; returns how many."""
+        fresh = {key: found for key in other if (found := other.find(key)) is not None and not other.changed(found)}
+        self.builds |= fresh
+        return len(fresh)
+
+    def build(self, launch: Launch, target: Any) -> None:
+        """Compiles a launch for a ``GPUTarget``, unless it is here already."""
+        lowered = lower(launch)[0]
+        text = text_of(lowered) if target.backend == "cuda" else None
+        key = None if text is None else archive.key_of(f"sm_{target.arch}", text)
+        if key in self.builds:
+            return
+        what = specialise(launch)
+        compiled = compile_kernel(launch.kernel, what, launch.options, target)
+        why = "only code for NVIDIA GPUs is kept" if key is None else host.why_unknown(what, compiled)
+        if why is not None or key is None:
+            self.left_out.append(f"{launch.kernel.__name__}: {why}")
+            return
+        files = sorted({*_ALWAYS, *(file for module in _modules(lowered) for file in files_of(module))})
+        about = {"key": key.hex(), "kernel": repr(launch.kernel), **host.about_of(what, compiled), "files": files}
+        with self._lock:
+            self.builds[key] = Found(about, compiled.asm["cubin"])
+
+    def write(self, place: str | os.PathLike[str]) -> int:
+        """Replaces the file at once; returns its bytes.
+
+        Raises:
+            InvalidInputError: Naming the file, if it cannot be written.
+        """
+        files = sorted({file for found in self.builds.values() for file in found.about["files"]})
+        numbers, index, blobs, at = {file: n for n, file in enumerate(files)}, [], [], 0
+        for key in sorted(self.builds):
+            about, code = self.builds[key]
+            text = _json({**about, "files": [numbers[file] for file in about["files"]]})
+            raw = struct.pack("<I", len(text)) + text + code
+            blobs.append(zlib.compress(raw, 9))
+            index.append((key, hashlib.sha256(blobs[-1]).digest(), at, len(blobs[-1]), len(raw)))
+            at += len(blobs[-1])
+        table = zlib.compress(_json({"sources": {file: archive.digest_of(file) for file in files}}), 9)
+        start = archive.HEAD.size + len(index) * archive.ENTRY.size + len(table)
+        front = b"".join(archive.ENTRY.pack(k, d, start + at, *sizes) for k, d, at, *sizes in index) + table
+        head = archive.HEAD.pack(archive.MAGIC, hashlib.sha256(front).digest(), len(index), len(table))
+        try:
+            with tempfile.NamedTemporaryFile("wb", dir=Path(place).parent, delete=False) as file:
+                file.writelines((head, front, *blobs))
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, place)
+        except OSError as error:
+            raise InvalidInputError("into", f"{str(place)!r} cannot be written: {error.strerror}") from None
+        return start + at
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+
+
+RECORDER: ContextVar[Recorder | None] = ContextVar("RECORDER", default=None)
+
+
+@contextmanager
+def into(place: str | os.PathLike[str]) -> Iterator[Recorder]:
+    """Within, what ``host.builds`` makes is added to an archive, which is written at the end.
+
+    Raises:
+        InvalidInputError: The file is no archive, or cannot be written.
+    """
+    recorder = Recorder()
+    if os.path.exists(place):
+        try:
+            recorder.take(Archive(place))
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            raise InvalidInputError("into", f"{str(place)!r} is there already, and {error}") from None
+    token = RECORDER.set(recorder)
+    try:
+        yield recorder
+    finally:
+        RECORDER.reset(token)
+    recorder.write(place)
+
+
+def _modules(key: Any) -> set[Any]:
+    """The modules of the functions and records in what ``lower`` says a build depends on."""
+    if isinstance(key, DeviceFunction):
+        return {key.module if isinstance(key.module, PrintedModule) else key.module.name}
+    if isinstance(key, type):
+        return {key.__module__} - {"builtins"}
+    return {name for each in key for name in _modules(each)} if isinstance(key, tuple) else set()
+
+
+@functools.cache
+def files_of(module: str | PrintedModule) -> frozenset[str]:
+    """The source files of a module and of all that it imports from this package, by their paths in it."""
+    seen: set[str] = set()
+    todo = [module] if isinstance(module, str) else [*_PRINTS, *_imports(module.source)]
+    while todo:
+        name = todo.pop()
+        if name not in seen and name.startswith("flashtile."):
+            seen.add(name)
+            todo += _imported_by(name)
+    return frozenset(_path(name).relative_to(archive.PACKAGE).as_posix() for name in seen)
+
+
+def _path(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin)
+
+
+@functools.cache
+def _imported_by(name: str) -> tuple[str, ...]:
+    return tuple(_imports(_path(name).read_text(encoding="utf-8")))
+
+
+def _imports(text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flashtile"):
+            yield str(node.module)
+            names = (f"{node.module}.{each.name}" for each in node.names)
+            yield from (name for name in names if _is_module(name))
+
+
+def _is_module(name: str) -> bool:
+    place = archive.PACKAGE.joinpath(*name.split(".")[1:])
+    return place.with_suffix(".py").exists() or (place / "__init__.py").exists()
+
+
+# -- launches as text ------------------------------------------------------------------------------------------------
+
+_LEAVES: dict[str, Any] = {each.__name__: each for each in (Pointer, TensorMap, Const, Captured)}
+
+
+def as_json(launch: Launch) -> str:
+    """A launch in one line, from which ``from_json`` makes the same: what a run missed, for the next archive."""
+    return _json([_encoded(launch.kernel), launch.programs, _pairs(launch.arguments), _pairs(launch.options)]).decode()
+
+
+def from_json(line: str) -> Launch:
+    """The inverse of ``as_json``.
+
+    Raises:
+        ValueError: It is no such line, or of other records than those that are installed.
+    """
+    try:
+        kernel, programs, arguments, options = json.loads(line)
+        made = {name: _decoded(value) for name, value in arguments}
+        return Launch(_decoded(kernel), programs, made, dict(options))
+    except (KeyError, TypeError, AttributeError, ImportError, IndexError) as error:
+        raise ValueError(f"is no launch of this release: {error}") from error
+
+
+def _pairs(given: Mapping[str, Any]) -> list[list[Any]]:
+    return [[name, _encoded(value)] for name, value in given.items()]
+
+
+def _encoded(value: Any) -> Any:
+    """Plain values as they are, all others as a list that begins with what they are."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is torch.dtype:
+        return ["dtype", str(value).removeprefix("torch.")]
+    if kind is DeviceFunction:
+        return ["function", *_place_of(value.module), value.__name__]
+    if kind is tuple:
+        return ["tuple", *map(_encoded, value)]
+    if kind.__name__ in _LEAVES and kind is _LEAVES[kind.__name__]:
+        return ["leaf", kind.__name__, *map(_encoded, value)]
+    return ["record", kind.__module__, kind.__qualname__, *map(_encoded, value)]
+
+
+def _place_of(module: DeviceModule) -> tuple[Any, ...]:
+    return (module.text, module.has_table) if isinstance(module, PrintedModule) else (module.name, None)
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, *rest = value
+    if kind == "dtype":
+        return getattr(torch, rest[0])
+    if kind == "function":
+        return _function(*rest)
+    if kind == "tuple":
+        return tuple(map(_decoded, rest))
+    if kind == "leaf":
+        return _LEAVES[rest[0]](*map(_decoded, rest[1:]))
+    if kind != "record":
+        raise KeyError(kind)
+    return getattr(importlib.import_module(_ours(rest[0])), rest[1])(*map(_decoded, rest[2:]))
+
+
+def _function(place: str, has_table: bool | None, name: str) -> Any:
+    if has_table is not None:
+        return getattr(module_of(place, has_table), name)
+    return getattr(device_code(_ours(place)), name)
+
+
+def _ours(module: str) -> str:
+    if not module.startswith("flashtile.backends."):
+        raise KeyError(module)
+    return module

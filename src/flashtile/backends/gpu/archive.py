@@ -1,0 +1,274 @@
+"""Archives of kernels that were built ahead: what a launch needs of each, found and loaded without Triton.
+
+An archive is one file: a head, a sorted index of keys, a table of sources, then the builds, each compressed by itself.
+A key is a hash of the architecture and of ``launch.text_of``: the kernel's name, the compiler's options, each type and
+each constant. A build is used only where every source file that it was made of is, byte for byte, the one that is
+installed here, so no version number is trusted; anything else is compiled.
+
+What is in an archive will run: ``core.trusted`` says which files are opened, and each build's digest is checked.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import json
+import mmap
+import os
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from flashtile.backends.gpu import driver
+from flashtile.core import settings, trusted
+
+# The last byte but one is the form's number.
+MAGIC = b"FTKERN1\n"
+# The magic; the digest of index and table; how many entries there are; bytes of the table, compressed.
+HEAD = struct.Struct("<8s32sII")
+# Key; digest of the compressed build; where that begins; its bytes; its bytes before compression.
+ENTRY = struct.Struct("<32s32sQII")
+# The package that is kernels alone, and what its files are called.
+WHEEL, SUFFIX = "flashtile_kernels", ".ftk"
+PACKAGE = Path(__file__).parents[2]
+# No build has more; a damaged number must not make a process take all memory.
+_MOST_BYTES = 64 * 2**20
+# Variables that do not change what a build is. Any other of Triton's may, so archives are off beside it.
+_HARMLESS = {
+    "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR", "TRITON_CACHE_MANAGER",
+    "TRITON_REMOTE_CACHE_BACKEND", "TRITON_DISABLE_LINE_INFO", "TRITON_PRINT_AUTOTUNING", "TRITON_LIBCUDA_PATH",
+    "TRITON_CUDACRT_PATH", "TRITON_CUDART_PATH", "TRITON_STORE_BINARY_ONLY", "TRITON_ALWAYS_COMPILE",
+}  # fmt: skip
+_NO_CHANGE = {"TRITON_DEFAULT_FP_FUSION": "1", "TRITON_INTERPRET": "0", "TRITON_DEBUG": "0"}
+
+
+class Found(NamedTuple):
+    """A build of an archive.
+
+    Attributes:
+        about: What a launch must know of it, see ``host.about_of``.
+        code: The driver's.
+    """
+
+    about: dict[str, Any]
+    code: bytes
+
+
+def key_of(arch: str, text: str) -> bytes:
+    """The key of a build for an architecture, like ``"sm_90"``, from the text of its launch."""
+    return hashlib.sha256(f"{arch}\n{text}".encode()).digest()
+
+
+@functools.cache
+def digest_of(file: str) -> str:
+    """Of a source file of the package, by its path in it; empty if it is not there."""
+    try:
+        return hashlib.sha256((PACKAGE / file).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+class Archive:
+    """An archive that is open."""
+
+    def __init__(self, place: str | os.PathLike[str]) -> None:
+        """Opens a file.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: It may not be used, or it is damaged; the text says why.
+        """
+        self.place = Path(place)
+        with trusted.opened(place, owners=(0,)) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < HEAD.size:
+                raise ValueError("is no archive of kernels: it is too short")
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        magic, digest, self.count, table_size = HEAD.unpack_from(self._map, 0)
+        if magic != MAGIC:
+            same = magic[:6] == MAGIC[:6]
+            raise ValueError("is an archive of another form" if same else "is no archive of kernels")
+        at = HEAD.size + self.count * ENTRY.size
+        if at + table_size > size:
+            raise ValueError("is cut off: its index ends past the file")
+        if hashlib.sha256(self._map[HEAD.size : at + table_size]).digest() != digest:
+            raise ValueError("is damaged: its index has another digest")
+        self.about: dict[str, Any] = json.loads(_inflated(self._map[at : at + table_size], _MOST_BYTES))
+        self._sources = list(self.about["sources"].items())
+
+    def __iter__(self) -> Iterator[bytes]:
+        """All keys, sorted."""
+        return (self._entry(n)[0] for n in range(self.count))
+
+    def _entry(self, number: int) -> tuple[bytes, bytes, int, int, int]:
+        found: tuple[bytes, bytes, int, int, int] = ENTRY.unpack_from(self._map, HEAD.size + number * ENTRY.size)
+        return found
+
+    def find(self, key: bytes) -> Found | None:
+        """A build, whatever its sources; None if it is not here.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        number = bisect.bisect_left(range(self.count), key, key=lambda n: self._entry(n)[0])
+        if number == self.count or (found := self._entry(number))[0] != key:
+            return None
+        _, digest, at, size, raw = found
+        packed = self._map[at : at + size]
+        if hashlib.sha256(packed).digest() != digest:
+            raise ValueError("is damaged: a build has another digest")
+        text = _inflated(packed, raw)
+        (length,) = struct.unpack_from("<I", text)
+        about = json.loads(text[4 : 4 + length])
+        about["files"] = [self._sources[n][0] for n in about["files"]]
+        if about["key"] != key.hex():
+            raise ValueError("is damaged: a build lies under another's key")
+        return Found(about, text[4 + length :])
+
+    def changed(self, found: Found) -> str:
+        """A source file that is not the one that a build was made of; empty if there is none."""
+        made_of = self.about["sources"]
+        return next((file for file in found.about["files"] if digest_of(file) != made_of[file]), "")
+
+
+def _inflated(packed: bytes, most: int) -> bytes:
+    if most > _MOST_BYTES:
+        raise ValueError(f"is damaged: a part of it would have {most} bytes")
+    inflate = zlib.decompressobj()
+    try:
+        text = inflate.decompress(packed, most + 1)
+    except zlib.error as error:
+        raise ValueError(f"is damaged: {error}") from error
+    if len(text) > most or not inflate.eof:
+        raise ValueError("is damaged: a part of it has another length")
+    return text
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=5)
+
+
+@functools.cache
+def why_off() -> str:
+    """Why this process uses no archive though some are named or installed; empty if it may."""
+    for name, value in os.environ.items():
+        changes = (
+            name.startswith("TRITON_") and name not in _HARMLESS and value.strip() not in ("", _NO_CHANGE.get(name))
+        )
+        if changes or name in ("DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT"):
+            return f"{name} is set, which may change what kernels are"
+    return ""
+
+
+@functools.cache
+def archives() -> tuple[Archive, ...]:
+    """The archives that this process looks into, opened once: those that a setting names, else the installed ones."""
+    places = _places()
+    if places and why_off():
+        _warn_once(f"archives of kernels are not used: {why_off()}")
+        return ()
+    found = []
+    for place in places:
+        try:
+            if not place.is_absolute():
+                raise ValueError("is not an absolute path")
+            found.append(Archive(place))
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            warnings.warn(f"{place}, an archive of kernels, is not used: it {_reason(error)}", stacklevel=2)
+    return tuple(found)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror}"
+    return str(error) if type(error) is ValueError else f"is damaged: {type(error).__name__}"
+
+
+def _places() -> list[Path]:
+    named = settings.KERNELS.text()
+    if named.lower() == "off":
+        return []
+    if named:
+        return [Path(each).expanduser() for each in named.split(os.pathsep) if each]
+    spec = importlib.util.find_spec(WHEEL)
+    folders = [Path(each) for each in spec.submodule_search_locations or ()] if spec is not None else []
+    # What lies in the folder that somebody happens to work in was not installed.
+    installed = [folder for folder in folders if folder.is_absolute() and folder.parent != Path.cwd()]
+    return sorted(file for folder in installed for file in folder.glob(f"*{SUFFIX}") if _is_for_a_device(file.stem))
+
+
+@functools.cache
+def _is_for_a_device(stem: str) -> bool:
+    """Whether a file of the installed package is for a GPU that is here; its stem is an architecture."""
+    count = torch.cuda.device_count()
+    return any(stem.rstrip("a") == _arch(device) for device in range(count))
+
+
+@functools.cache
+def _arch(device: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def look_up(text: str | None, device: int) -> Found | None:
+    """The build of a launch with this text, None for a launch without one, on a device."""
+    if text is None:
+        return None
+    key = key_of(_arch(device), text)
+    for each in archives():
+        try:
+            found = each.find(key)
+        except (ValueError, KeyError, IndexError, TypeError, struct.error) as error:
+            _warn_once(f"{each.place}: a kernel is compiled instead: the archive {_reason(error)}")
+            continue
+        if found is None:
+            continue
+        if not (changed := each.changed(found)):
+            return found
+        _warn_once(f"{each.place}: what is made of {changed} is compiled anew, since that file has changed")
+    return None
+
+
+_MAX_THREADS, _STATIC_SHARED, _MOST_SHARED, _OPT_IN_SHARED = 0, 1, 8, 97
+_PREFER_SHARED, _USUAL_SHARED = 1, 48 * 1024
+
+
+def load(found: Found, device: int) -> Any:
+    """Loads a build's code as Triton does; returns what ``host.Build`` keeps of a compiled kernel.
+
+    Raises:
+        DriverError: The driver does not take it, or the device has too little for it.
+    """
+    about, cuda = found.about, driver.library()
+    module, function, value = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
+
+    def attribute(number: int) -> int:
+        driver.check(cuda.cuFuncGetAttribute(ctypes.byref(value), number, function), "cuFuncGetAttribute")
+        return value.value
+
+    with torch.cuda.device(device):
+        driver.ensure_context(device)
+        driver.check(cuda.cuModuleLoadData(ctypes.byref(module), found.code), "cuModuleLoadData")
+        status = cuda.cuModuleGetFunction(ctypes.byref(function), module, about["name"].encode())
+        driver.check(status, "cuModuleGetFunction")
+        driver.check(cuda.cuDeviceGetAttribute(ctypes.byref(value), _OPT_IN_SHARED, device), "cuDeviceGetAttribute")
+        most, shared = value.value, about["shared"]
+        if shared > most:
+            raise driver.DriverError(f"{about['name']} needs {shared} bytes of shared memory, there are {most}")
+        if 32 * about["num_warps"] > attribute(_MAX_THREADS):
+            raise driver.DriverError(f"{about['name']} has too many threads for its registers")
+        if shared > _USUAL_SHARED and most > _USUAL_SHARED:
+            driver.check(cuda.cuFuncSetCacheConfig(function, _PREFER_SHARED), "cuFuncSetCacheConfig")
+            left = most - attribute(_STATIC_SHARED)
+            driver.check(cuda.cuFuncSetAttribute(function, _MOST_SHARED, left), "cuFuncSetAttribute")
+    return SimpleNamespace(function=function.value, module=module)
