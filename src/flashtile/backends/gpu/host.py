@@ -18,6 +18,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +45,7 @@ from flashtile.backends.gpu.launch import (
 from flashtile.call import backend as base
 from flashtile.call.problem import AHEAD
 from flashtile.core import settings
+from flashtile.core.errors import UnsupportedError
 
 _CONTEXT_MISSING = 201
 
@@ -88,7 +91,28 @@ def find_build(launch: Launch, device: int, key: tuple[Any, ...] | None = None) 
     return _builds[key]
 
 
+def missing(*, gluon: bool = False) -> str | None:
+    """Why kernels, of Triton or of Gluon, can neither be compiled nor come from an archive; None if they can."""
+    return None if archive.archives() else _no_compiler(gluon)
+
+
+@functools.cache
+def _no_compiler(gluon: bool) -> str | None:
+    if (found := find_spec("triton")) is None:
+        return "needs Triton, which is not installed"
+    # To look for a package within Triton would import Triton.
+    if gluon and not any(
+        Path(each, "experimental", "gluon").is_dir() for each in found.submodule_search_locations or ()
+    ):
+        return "needs Triton 3.6 or later, which brings Gluon"
+    return None
+
+
 def _compiled(launch: Launch, device: int) -> Build:
+    if why := _no_compiler(gluon=False):
+        raise UnsupportedError(
+            f"the kernel {launch.kernel.__name__} of this call is in no archive of kernels, and to be compiled it {why}"
+        )
     if place := settings.RECORD.text():
         from flashtile.backends.gpu.ahead import as_json  # what few programs need is not loaded by all
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-from pathlib import Path
+import importlib
 from typing import Any
 
 import torch
@@ -45,16 +44,6 @@ _QUANTIZED = dataclasses.replace(
 )
 
 
-@functools.cache
-def _missing() -> str | None:
-    # To look for a package within Triton would import Triton.
-    if (found := importlib.util.find_spec("triton")) is None:
-        return "needs Triton, which is not installed"
-    if not any(Path(each, "experimental", "gluon").is_dir() for each in found.submodule_search_locations or ()):
-        return "needs Triton 3.6 or later, which brings Gluon"
-    return None
-
-
 # The folder's name is the direction, or one of ``_BIG``.
 _PLANS = {
     "forward": "ForwardPlan", "big_heads": "BigHeadsPlan", "backward": "BackwardPlan",
@@ -82,7 +71,7 @@ class _Backend:
         return {"forward": _FORWARD, "backward": _BACKWARD, "decode": _DECODE, "quantized": _QUANTIZED}.get(direction)
 
     def missing(self) -> str | None:
-        return _missing()
+        return host.missing(gluon=True)
 
     def describe(self, problem: Problem, direction: Direction) -> str:
         is_split = direction == "forward" and splits_keys(problem)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ class PortableBackend:
 
     def missing(self) -> str | None:
         """Triton, where it is not installed."""
-        return None if find_spec("triton") else "needs Triton, which is not installed"
+        return host.missing()
 
     def describe(self, problem: Problem, direction: Direction) -> str:
         """The tiles of the direction's kernels."""

@@ -1,0 +1,130 @@
+"""A GPU that is not there: PyTorch and the driver say that it is, kernels are loaded and launched, and do nothing.
+
+``python -m tests.archive.machine FILE`` runs a few calls on it with an archive and with Triton blocked, and prints as
+JSON the kernels that were loaded and how many launches there were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from flashtile.backends.gpu import driver, host
+
+Capability = tuple[int, int]
+_THREADS, _SHARED = 1024, 227 * 1024
+
+
+class Driver:
+    """The driver's functions that loading and launching call.
+
+    Attributes:
+        loaded: Names of functions that were looked up, in order.
+        started: Handles of functions that were launched.
+        refuses: Whether it takes no code.
+    """
+
+    def __init__(self, refuses: bool = False) -> None:
+        """A driver without code."""
+        self.refuses, self.loaded, self.started = refuses, list[str](), list[int]()
+        self._code: dict[int, bytes] = {}
+
+    def cuModuleLoadData(self, module: Any, code: bytes) -> int:
+        if self.refuses or code[:4] != b"\x7fELF":
+            return 200
+        module._obj.value = len(self._code) + 1
+        self._code[module._obj.value] = code
+        return 0
+
+    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
+        if name not in self._code[module.value]:
+            return 500
+        function._obj.value = 1000 + module.value
+        self.loaded.append(name.decode())
+        return 0
+
+    def cuFuncGetAttribute(self, value: Any, number: int, function: Any) -> int:
+        value._obj.value = _THREADS if number == 0 else 0
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, number: int, device: int) -> int:
+        value._obj.value = _SHARED
+        return 0
+
+    def cuFuncSetCacheConfig(self, function: Any, config: int) -> int:
+        return 0
+
+    def cuFuncSetAttribute(self, function: Any, number: int, value: int) -> int:
+        return 0
+
+    def cuTensorMapEncodeTiled(self, place: int, *about: Any) -> int:
+        ctypes.memset(place, 0xEE, 128)
+        return 0
+
+    def cuLaunchKernelEx(self, config: int, function: int, pointers: int, extra: None) -> int:
+        self.started.append(function)
+        return 0
+
+    def cuGetErrorName(self, status: int, text: Any) -> int:
+        text._obj.value = b"REFUSED"
+        return 0
+
+
+@contextmanager
+def present(capability: Capability, cuda: Driver) -> Iterator[Driver]:
+    """Within, steps on CPU tensors are those of the GPU 0 with a compute capability."""
+    init = host.Step.__init__
+
+    def on_gpu(step: Any, launch: Any, operands: Any, device: object) -> None:
+        init(step, launch, operands, torch.device("cuda", 0))
+
+    values: list[tuple[Any, str, Any]] = [
+        (driver, "library", lambda: cuda), (driver, "ensure_context", lambda device: None),
+        (host, "launcher", lambda: "driver"), (host.Step, "__init__", on_gpu),
+        (torch._C, "_cuda_getDevice", lambda: 0), (torch._C, "_cuda_getCurrentRawStream", lambda device: 1),
+        (torch.cuda, "get_device_capability", lambda device=None: capability), (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+    ]  # fmt: skip
+    with ExitStack() as entered:
+        for place, name, value in values:
+            entered.enter_context(mock.patch.object(place, name, value, create=True))
+        driver.tensor_map.cache_clear()
+        yield cuda
+
+
+def attend(capability: Capability, **options: Any) -> None:
+    """The launches of a forward and a backward of a described call, without results."""
+    from dataclasses import replace
+
+    from flashtile.call.problem import Problem, Tensors
+    from flashtile.core.masks import Band
+    from flashtile.ops import dispatch
+
+    backend, dtype = options.pop("backend", None), options.pop("dtype", torch.float16)
+    shape, causal = options.pop("shape"), options.pop("causal", False)
+    x = torch.zeros(shape, dtype=dtype)
+    tensors = Tensors(x, x.clone(), x.clone())
+    made = Problem.build(tensors, Band(None, 0) if causal else Band(), needs_grad=True)
+    problem = replace(made, device_type="cuda", compute_capability=capability)
+    out, lse = dispatch.select(problem, "forward", backend).plan("forward", problem, tensors)(tensors)
+    dout = torch.zeros_like(out)
+    backward = dispatch.select(problem, "backward", backend).plan("backward", problem, tensors, (dout, None))
+    backward(tensors, out, lse, dout, None)
+
+
+if __name__ == "__main__":
+    os.environ["FLASHTILE_KERNELS"] = sys.argv[1]
+    sys.modules["triton"] = None  # type: ignore[assignment]
+    with present((8, 0), Driver()) as cuda:
+        for length in (100, 1000, 3001):
+            attend((8, 0), shape=(2, length, 4, 64), causal=True, backend="portable")
+    print(json.dumps({"loaded": cuda.loaded, "launches": len(cuda.started)}))
