@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashtile.cli import explain, info, tune
+from flashtile.cli import build, explain, info, tune
 from flashtile.cli.run import examples, new_app
 
 app = new_app(
@@ -27,6 +27,15 @@ app.command(
         "flashtile explain --arch 9.0 --dtype bfloat16 --softcap 30 --grad",
     ),
 )(explain.explain)
+app.command(
+    short_help="Kernels compiled ahead, into an archive.",
+    epilog=examples(
+        "Examples",
+        "flashtile build --arch sm_90 --model llama3-8b --pages 16 -o kernels.ftk",
+        "flashtile build --arch sm_80 --heads 32/8 --head-dim 128 --causal --packed --dtype bf16,fp16 -o kernels.ftk",
+        "flashtile build --arch sm_90 --missed missed.jsonl -o kernels.ftk",
+    ),
+)(build.build)
 app.command(
     short_help="Faster tiles for your shapes, measured here.",
     epilog=examples(

@@ -45,13 +45,20 @@ _PRINTS = ("flashtile.mods.printed", "flashtile.mods.graph", "flashtile.mods.pla
 
 
 class Recorder:
-    """Collects builds for an archive; several threads may add to it."""
+    """Collects builds for an archive; several threads may add to it.
 
-    def __init__(self) -> None:
-        """Empty."""
+    Attributes:
+        builds: By key.
+        launches: With ``lists``, those that are to be compiled, by key.
+        left_out: What cannot be in an archive, and why.
+    """
+
+    def __init__(self, *, lists: bool = False) -> None:
+        """Empty; with ``lists`` what is asked for is not compiled yet."""
         self.builds: dict[bytes, Found] = {}
+        self.launches: dict[bytes, Launch] = {}
         self.left_out: list[str] = []
-        self._lock = threading.Lock()
+        self._lists, self._lock = lists, threading.Lock()
 
     def take(self, other: Archive) -> int:
         """Adds an archive's builds whose sources are those that are installed; returns how many."""
@@ -61,21 +68,25 @@ class Recorder:
 
     def build(self, launch: Launch, target: Any) -> None:
         """Compiles a launch for a ``GPUTarget``, unless it is here already."""
-        lowered = lower(launch)[0]
-        text = text_of(lowered) if target.backend == "cuda" else None
-        key = None if text is None else archive.key_of(f"sm_{target.arch}", text)
+        text = text_of(lower(launch)[0]) if target.backend == "cuda" else None
+        if text is None:
+            self.left_out.append(f"{launch.kernel.__name__}: only code for NVIDIA GPUs is kept")
+            return
+        key = archive.key_of(f"sm_{target.arch}", text)
         if key in self.builds:
             return
-        what = specialise(launch)
-        compiled = compile_kernel(launch.kernel, what, launch.options, target)
-        why = "only code for NVIDIA GPUs is kept" if key is None else host.why_unknown(what, compiled)
-        if why is not None or key is None:
-            self.left_out.append(f"{launch.kernel.__name__}: {why}")
-            return
-        files = sorted({*_ALWAYS, *(file for module in _modules(lowered) for file in files_of(module))})
-        about = {"key": key.hex(), "kernel": repr(launch.kernel), **host.about_of(what, compiled), "files": files}
+        if self._lists:
+            self.launches[key] = launch
+        else:
+            self.add(key, compiled(key, launch, target))
+
+    def add(self, key: bytes, found: Found | str) -> None:
+        """A build, or why there is none."""
         with self._lock:
-            self.builds[key] = Found(about, compiled.asm["cubin"])
+            if isinstance(found, str):
+                self.left_out.append(found)
+            else:
+                self.builds[key] = found
 
     def write(self, place: str | os.PathLike[str]) -> int:
         """Replaces the file at once; returns its bytes.
@@ -106,6 +117,27 @@ class Recorder:
         return start + at
 
 
+def compiled(key: bytes, launch: Launch, target: Any) -> Found | str:
+    """A build, or why an archive cannot have it."""
+    what = specialise(launch)
+    made = compile_kernel(launch.kernel, what, launch.options, target)
+    if (why := host.why_unknown(what, made)) is not None:
+        return f"{launch.kernel.__name__}: {why}"
+    files = sorted({*_ALWAYS, *(file for module in _modules(lower(launch)[0]) for file in files_of(module))})
+    about = {"key": key.hex(), "kernel": repr(launch.kernel), **host.about_of(what, made), "files": files}
+    return Found(about, made.asm["cubin"])
+
+
+def compiled_line(line: str, arch: int) -> tuple[bytes, Found | str]:
+    """``compiled`` from ``as_json``, for a process of its own; with the key."""
+    from triton.backends.compiler import GPUTarget
+
+    os.environ[_NO_LINES] = "1"
+    launch = from_json(line)
+    key = archive.key_of(f"sm_{arch}", str(text_of(lower(launch)[0])))
+    return key, compiled(key, launch, GPUTarget("cuda", arch, 32))
+
+
 def _json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
@@ -114,13 +146,15 @@ RECORDER: ContextVar[Recorder | None] = ContextVar("RECORDER", default=None)
 
 
 @contextmanager
-def into(place: str | os.PathLike[str]) -> Iterator[Recorder]:
+def into(place: str | os.PathLike[str], *, lists: bool = False) -> Iterator[Recorder]:
     """Within, what ``host.builds`` makes is added to an archive, which is written at the end.
+
+    With ``lists`` the kernels are listed alone, and the caller adds them.
 
     Raises:
         InvalidInputError: The file is no archive, or cannot be written.
     """
-    recorder = Recorder()
+    recorder = Recorder(lists=lists)
     if os.path.exists(place):
         try:
             recorder.take(Archive(place))
@@ -134,7 +168,7 @@ def into(place: str | os.PathLike[str]) -> Iterator[Recorder]:
     finally:
         RECORDER.reset(token)
         os.environ.pop(_NO_LINES) if before is None else os.environ.__setitem__(_NO_LINES, before)
-    recorder.write(place)
+        recorder.write(place)  # also what was done before an error or an interruption
 
 
 def _modules(key: Any) -> set[Any]:
@@ -222,7 +256,7 @@ def _encoded(value: Any) -> Any:
         return ["dtype", str(value).removeprefix("torch.")]
     if kind is DeviceFunction:
         return ["function", *_place_of(value.module), value.__name__]
-    if kind is tuple:
+    if kind in (tuple, torch.Size):
         return ["tuple", *map(_encoded, value)]
     if kind.__name__ in _LEAVES and kind is _LEAVES[kind.__name__]:
         return ["leaf", kind.__name__, *map(_encoded, value)]

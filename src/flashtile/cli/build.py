@@ -1,0 +1,136 @@
+"""``flashtile build``: kernels compiled ahead for an architecture, into an archive that calls load from."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+import flashtile
+from flashtile.backends.gpu import ahead
+from flashtile.call.gpus import gpu_of
+from flashtile.cli.models import Call, Shape, Uses, calls, models
+from flashtile.core.errors import InvalidInputError, UnsupportedError
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
+Names = Annotated[list[str] | None, typer.Option(help="A model by name; several times for several.")]
+
+
+def build(
+    out: Annotated[Path, typer.Option("-o", "--out", help="The archive; what it has already is kept.")],
+    arch: Annotated[str, typer.Option(help="The architecture: sm_80, sm_89, sm_90, sm_100, sm_120.")],
+    model: Names = None,
+    heads: Annotated[str | None, typer.Option(metavar="Q[/KV]", help="Heads of a layer, instead of --model.")] = None,
+    head_dim: Annotated[int, typer.Option(min=8, max=512, help="With --heads: the width of q, k and v.")] = 128,
+    causal: Annotated[bool, typer.Option("--causal", help="With --heads: query i sees keys up to its own.")] = False,
+    window: Annotated[int | None, typer.Option(min=0, help="With --heads: keys before the query's own.")] = None,
+    softcap: Annotated[float, typer.Option(help="With --heads: the cap, 0 for none.")] = 0.0,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, or both with a comma.")] = "bf16",
+    packed: Annotated[bool, typer.Option("--packed", help="Packed sequences too.")] = False,
+    forward: Annotated[bool, typer.Option("--forward", help="No backwards.")] = False,
+    pages: Annotated[list[int] | None, typer.Option(min=1, help="Serving too, in pages of so many rows.")] = None,
+    cache: Annotated[str | None, typer.Option(help="The cache's dtype, fp8 or as --dtype if left out.")] = None,
+    missed: Annotated[
+        Path | None, typer.Option(help="What a run compiled: a file that FLASHTILE_RECORD wrote.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Kernels compiled at once; one a core if left out.")] = None,
+) -> None:
+    """Compile kernels ahead, on a machine that need not have a GPU, into an archive.
+
+    A process with FLASHTILE_KERNELS set to the archive's path loads them in milliseconds, without Triton.
+    """
+    from triton.backends.compiler import GPUTarget
+
+    gpu = gpu_of(arch)
+    if gpu.backend != "cuda":
+        raise InvalidInputError("--arch", f"is {arch}, but archives hold code for NVIDIA GPUs alone")
+    shapes = _shapes(model, heads, head_dim, causal, window, softcap)
+    kinds = [_dtype(name, "--dtype") for name in dtype.split(",")]
+    of_cache = None if cache is None else _dtype(cache, "--cache")
+    wanted = [
+        call for shape in shapes for kind in kinds
+        for call in calls(shape, Uses(kind, True, packed, not forward, tuple(pages or ()), of_cache))
+    ]  # fmt: skip
+    lines = [] if missed is None else sorted(set(missed.read_text().splitlines()))
+    if not wanted and not lines:
+        raise InvalidInputError("--model", "is missing: --model llama3-8b, or --heads 32/8 --head-dim 128, or --missed")
+    start_s = time.perf_counter()
+    with ahead.into(out, lists=True) as recorder:
+        before, refused = len(recorder.builds), _list(wanted, arch)
+        for line in lines:
+            try:
+                recorder.build(ahead.from_json(line), GPUTarget("cuda", gpu.arch, 32))
+            except ValueError as error:
+                refused.append(f"a line of --missed {error}")
+        typer.echo(f"{len(recorder.launches)} kernels to compile, {before} are there", err=True)
+        try:
+            _compile(recorder, int(gpu.arch), jobs or os.cpu_count() or 1)
+        except KeyboardInterrupt:
+            refused.append("what was not compiled when it was interrupted; the same command goes on")
+    count, size, seconds = len(recorder.builds), out.stat().st_size, time.perf_counter() - start_s
+    typer.echo(f"{out}: {count} kernels, {count - before} of them new, {size / 1e6:.2f} MB, {seconds:.0f} s")
+    for text in dict.fromkeys((*refused, *recorder.left_out)):
+        typer.echo(f"left out: {text}", err=True)
+
+
+def _shapes(
+    names: list[str] | None, heads: str | None, head_dim: int, causal: bool, window: int | None, softcap: float
+) -> list[Shape]:
+    known = models()
+    for name in names or ():
+        if name not in known:
+            raise InvalidInputError("--model", f"is {name!r}, must be one of {', '.join(known)}")
+    found = [shape for name in names or () for shape in known[name]]
+    if heads is not None:
+        if not (match := re.fullmatch(r"(\d+)(?:/(\d+))?", heads)):
+            raise InvalidInputError("--heads", f"is {heads!r}, must be like 32/8, or 16")
+        of_q, of_kv = int(match[1]), int(match[2] or match[1])
+        if not of_kv or not of_q or of_q % of_kv:
+            raise InvalidInputError("--heads", f"is {heads}, the first must be a multiple of the second")
+        found.append(Shape(of_q, of_kv, head_dim, causal, window, softcap))
+    return found
+
+
+def _dtype(name: str, option: str) -> torch.dtype:
+    if name.strip() not in _DTYPES:
+        raise InvalidInputError(option, f"is {name!r}, must be {' or '.join(_DTYPES)}")
+    return _DTYPES[name.strip()]
+
+
+def _list(wanted: list[Call], arch: str) -> list[str]:
+    """Lists the kernels that calls need; returns what no backend runs."""
+    refused = []
+    for what, tensors, options in wanted:
+        try:
+            flashtile.warm_up(*tensors, gpu=arch, **options)
+        except UnsupportedError as error:
+            refused.append(f"{what}: {error.what}")
+    return refused
+
+
+def _compile(recorder: ahead.Recorder, arch: int, jobs: int) -> None:
+    """Compiles what is listed, in processes of their own."""
+    lines = [ahead.as_json(launch) for launch in recorder.launches.values()]
+    with (
+        Progress(console=Console(stderr=True), transient=True) as progress,
+        ProcessPoolExecutor(min(jobs, len(lines) or 1), mp_context=multiprocessing.get_context("spawn")) as pool,
+    ):
+        task = progress.add_task("", total=len(lines))
+        started = [pool.submit(ahead.compiled_line, line, arch) for line in lines]
+        try:
+            for future in as_completed(started):
+                key, found = future.result()
+                recorder.add(key, found)
+                progress.update(task, advance=1, description=found if isinstance(found, str) else found.about["name"])
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
