@@ -49,7 +49,7 @@ class Row:
         return json.dumps(fields, allow_nan=False)
 
 
-_FIELDS_OF_SUITES = {"extra_bytes": ("memory",), "values": ("accuracy", "host", "train", "train-fp8")}
+_FIELDS_OF_SUITES = {"extra_bytes": ("memory",), "values": ("accuracy", "host", "first_call", "train", "train-fp8")}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,246 @@
+"""``python -m benchmarks.first_call``: what the first call of each kind takes in a fresh process, and the backward after it.
+
+Each sample is a process of its own, whose device has been used and whose inputs exist: with an empty Triton cache, with
+the cache that left, and with an archive of kernels built ahead (``--kernels``, or those that are installed) beside an
+empty cache. FlexAttention's calls are compiled by ``torch.compile``. Numbers are checked against PyTorch in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flashtile
+from benchmarks.results import ROOT, Row
+from benchmarks.session import Session, new_parser, run_command, words
+from benchmarks.table import to_text
+
+STATES = ("empty cache", "warm cache", "archive")
+# Relative to the norm: what 16 and 8 bits lose.
+_MOST_ERROR, _MOST_ERROR_OF_8_BITS = 0.02, 0.1
+
+
+def _dense(dim: int = 128, heads: tuple[int, int] = (16, 16), batch: int = 2, rows: int = 2048) -> list[Tensor]:
+    shapes = ((batch, rows, n, dim) for n in (heads[0], heads[1], heads[1]))
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, cap: float = 0.0, left: int | None = None) -> Tensor:
+    q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    if not cap:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+    scores = cap * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / cap)
+    i = torch.arange(q.shape[2], device=q.device)
+    drop = (i > i[:, None]) | (i < i[:, None] - (left or 0))
+    return (scores.masked_fill(drop, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+Made = tuple[Callable[[], Tensor], list[Tensor], Callable[[], Tensor]]
+
+
+def _of_dense(dim: int = 128, heads: tuple[int, int] = (16, 16), **options: Any) -> Made:
+    inputs, cap = _dense(dim, heads), options.get("softcap", 0.0)
+    causal, left = options.get("causal", False), options.get("window_size", (None,))[0]
+    return lambda: flashtile.attention(*inputs, **options), inputs, lambda: _plain(*inputs, causal, cap, left)
+
+
+def _packed() -> Made:
+    inputs = [x.detach().flatten(0, 1).requires_grad_() for x in _dense()]
+    ends = [0, 1000, 1001, 2048, 4096]
+    bounds = torch.tensor(ends, device="cuda", dtype=torch.int32)
+
+    def plain() -> Tensor:
+        parts = [[x[None, a:b] for x in inputs] for a, b in zip(ends, ends[1:], strict=False)]
+        return torch.cat([_plain(*part, True)[0] for part in parts])
+
+    return lambda: flashtile.attention_varlen(*inputs, bounds, bounds, 2048, 2048, causal=True), inputs, plain
+
+
+def _decode(append: bool = False, dim: int = 128, heads: tuple[int, int] = (32, 8)) -> Made:
+    lengths = torch.tensor([1, 77, 500, 1024, 2000, 4095, 6000, 8000], device="cuda", dtype=torch.int32)
+    caches = [torch.randn(1024, 64, heads[1], dim, device="cuda", dtype=torch.bfloat16) for _ in "kv"]
+    table = torch.randperm(1024, device="cuda", dtype=torch.int32).view(8, -1)
+    q = torch.randn(8, 1, heads[0], dim, device="cuda", dtype=torch.bfloat16)
+    new = [torch.randn(8, 1, heads[1], dim, device="cuda", dtype=torch.bfloat16) if append else None for _ in "kv"]
+
+    def plain() -> Tensor:
+        outs = []
+        for b, count in enumerate(lengths.tolist()):
+            k, v = (cache[table[b].long()].flatten(0, 1)[None, :count] for cache in caches)
+            if append:
+                k, v = (torch.cat([x, y[None, b]], 1) for x, y in zip((k, v), new, strict=True) if y is not None)
+            outs.append(_plain(q[b : b + 1], k, v, False))
+        return torch.cat(outs)
+
+    def call() -> Tensor:
+        found: Tensor = flashtile.attention_with_kvcache(
+            q, *caches, cache_seqlens=lengths, page_table=table, k=new[0], v=new[1]
+        )
+        return found
+
+    return call, [], plain
+
+
+def _biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + (j - i) * 0.001
+
+
+def _flex() -> Made:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    inputs, compiled = _dense(), torch.compile(flex_attention)
+    turned = lambda: [x.transpose(1, 2) for x in inputs]  # noqa: E731
+    return lambda: compiled(*turned(), score_mod=_biased).transpose(1, 2), inputs, lambda: _with_distance(inputs)
+
+
+def _with_distance(inputs: list[Tensor]) -> Tensor:
+    q, k, v = (x.float().transpose(1, 2) for x in inputs)
+    i = torch.arange(q.shape[2], device=q.device)
+    bias = (i - i[:, None]) * 0.001
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
+
+
+def _function() -> Made:
+    inputs = _dense()
+    return lambda: flashtile.attention(*inputs, score_mod=_biased), inputs, lambda: _with_distance(inputs)
+
+
+def _quantized() -> Made:
+    inputs = [x.detach() for x in _dense()]
+    return lambda: flashtile.attention(*inputs, precision="fp8"), [], lambda: _plain(*inputs, False)
+
+
+def _lengths() -> Made:
+    """A call before the clock starts, then forwards and backwards of twenty new lengths."""
+    drawn = [7, 50, 300, 800, *random.Random(0).sample(range(1025, 8193), 16)]
+    many = [_dense(rows=rows) for rows in (2048, *drawn)]
+    douts = [torch.randn_like(each[0]) for each in many]
+    flashtile.attention(*many[0], causal=True).backward(douts[0])
+    torch.cuda.synchronize()
+
+    def call() -> Tensor:
+        for each, dout in zip(many[1:], douts[1:], strict=True):
+            out = flashtile.attention(*each, causal=True)
+            out.backward(dout)
+        return out.detach()
+
+    return call, [], lambda: _plain(*many[-1], True).detach()
+
+
+CASES: dict[str, Callable[[], Made]] = {
+    "d128 causal": lambda: _of_dense(causal=True), "d128 full": _of_dense, "packed": _packed,
+    "d64, 16 over 4 heads": lambda: _of_dense(64, (16, 4), causal=True),
+    "window and softcap": lambda: _of_dense(window_size=(256, 0), softcap=30.0),
+    "decode, pages of 64": _decode, "decode with append": lambda: _decode(True),
+    "decode, 64 over 2 heads of 64": lambda: _decode(False, 64, (64, 2)),
+    "portable, d128": lambda: _of_dense(causal=True, backend="portable"),
+    "8 bits": _quantized, "a function of the user's": _function, "20 new lengths": _lengths,
+    "FlexAttention, the same function": _flex,
+}  # fmt: skip
+
+
+def _child(name: str) -> dict[str, Any]:
+    """Times one case in this process."""
+    torch.manual_seed(0)
+    (torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")).sum().item()
+    call, inputs, plain = CASES[name]()
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    out = call()
+    torch.cuda.synchronize()
+    found: dict[str, Any] = {"forward_s": time.perf_counter() - start_s}
+    if inputs:
+        start_s = time.perf_counter()
+        out.sum().backward()
+        torch.cuda.synchronize()
+        found["backward_s"] = time.perf_counter() - start_s
+    found["imports_triton"] = "triton" in sys.modules
+    grads = [x.grad.clone() for x in inputs if x.grad is not None]
+    for x in inputs:
+        x.grad = None
+    want = plain()
+    if inputs:
+        want.sum().backward()
+    pairs = [(out, want), *((got, x.grad) for got, x in zip(grads, inputs, strict=True))]
+    found["error"] = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs if b is not None)
+    most = _MOST_ERROR_OF_8_BITS if name == "8 bits" else _MOST_ERROR
+    return found if found["error"] < most else {"wrong": f"error {found['error']:.1e}"}
+
+
+def rows_of(name: str, state: str, session: Session, cache: str, kernels: str) -> Row:
+    """One process."""
+    env = {key: x for key, x in os.environ.items() if not key.startswith(("TRITON_", "FLASHTILE_"))}
+    env |= {"TRITON_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}-inductor"}
+    env["FLASHTILE_KERNELS"] = kernels if state == "archive" else "off"
+    command = [sys.executable, "-m", "benchmarks.first_call", "--child", name]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    case = {"measure": f"first call, {state}", "name": name}
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return session.run.row(case, "flashtile", error=f"failed: {said}"[:600])
+    values = json.loads(done.stdout.splitlines()[-1])
+    if "wrong" in values:
+        return session.run.row(case, "flashtile", error=f"wrong: {values['wrong']}")
+    provider = "flex-attention" if name.startswith("FlexAttention") else "flashtile"
+    return session.run.row(
+        case, provider, median_ms=values["forward_s"] * 1e3, spread=0.0, error=values.pop("error"), values=values
+    )
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Seconds, a line a case: forward, backward, and whether Triton was imported."""
+    lines = [["what", "state", "forward, s", "backward, s", "imports Triton"]]
+    for row in rows:
+        state, values = row.case["measure"].partition(", ")[2], row.values or {}
+        if row.median_ms is None:
+            lines.append([row.case["name"], state, str(row.error)[:60], "", ""])
+            continue
+        back = f"{values['backward_s']:.2f}" if "backward_s" in values else ""
+        lines.append([row.case["name"], state, f"{row.median_ms / 1e3:.2f}", back, str(values["imports_triton"])])
+    return to_text(lines)
+
+
+def _measure_all(args: argparse.Namespace, session: Session) -> tuple[list[Row], int, str]:
+    states, names = args.states or STATES, args.cases or list(CASES)
+    with tempfile.TemporaryDirectory() as folder:
+        work = []
+        for name in names:
+            for state in states:
+                if state == "archive" and name.startswith("FlexAttention"):
+                    continue
+                # The warm cache is the one that an empty one has become.
+                cache = os.path.join(folder, f"{name}{'' if state != 'archive' else state}".replace(" ", "-"))
+                work.append((name, state, session, cache, args.kernels))
+        rows, code = session.each(work, lambda item: f"{item[0]}, {item[1]}", lambda item: [rows_of(*item)])
+    return rows, code, report(rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and appends rows; returns the process's exit code."""
+    parser = new_parser("first_call", __doc__, {})
+    parser.add_argument("--kernels", default="", help="archives, absolute paths; by default those that are installed")
+    parser.add_argument("--states", type=words, metavar="A,B", help=f"of {', '.join(STATES)}")
+    parser.add_argument("--cases", type=lambda text: text.split(";"), metavar="A;B", help="by name")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.child:
+        print(json.dumps(_child(args.child)))
+        return 0
+    return run_command(args, "first_call", _measure_all)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
