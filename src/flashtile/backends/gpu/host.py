@@ -10,13 +10,15 @@ interpreter runs the kernel.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import os
 import struct
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,7 +121,29 @@ def _compiled(launch: Launch, device: int) -> Build:
         with open(os.path.expanduser(place), "a") as file:
             file.write(as_json(launch) + "\n")
     what = specialise(launch)
-    return make_build(what, load(launch, what, device))
+    with _alone(launch, device):
+        return make_build(what, load(launch, what, device))
+
+
+@contextmanager
+def _alone(launch: Launch, device: int) -> Iterator[None]:
+    """Within, no other process compiles the same kernel: the ranks of a host wait for one, then find it in the cache."""
+    import fcntl  # no Triton is where this is not
+
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir, "flashtile-locks")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        text = f"{torch.cuda.get_device_capability(device)} {text_of(lower(launch)[0])}"
+        file = open(folder / hashlib.sha256(text.encode()).hexdigest(), "w")  # noqa: SIM115
+    except OSError:  # a folder that cannot be written has no cache either
+        yield
+        return
+    with file:
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _from_archive(lowered: tuple[Any, ...], device: int) -> Build | None:
