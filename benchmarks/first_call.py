@@ -1,4 +1,4 @@
-"""``python -m benchmarks.first_call``: what the first call of each kind takes in a fresh process, and the backward after it.
+"""``python -m benchmarks.first_call``: what the first call of each kind takes in a fresh process, and its backward.
 
 Each sample is a process of its own, whose device has been used and whose inputs exist: with an empty Triton cache, with
 the cache that left, and with an archive of kernels built ahead (``--kernels``, or those that are installed) beside an
@@ -8,6 +8,7 @@ empty cache. FlexAttention's calls are compiled by ``torch.compile``. Numbers ar
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -63,7 +64,7 @@ def _packed() -> Made:
     bounds = torch.tensor(ends, device="cuda", dtype=torch.int32)
 
     def plain() -> Tensor:
-        parts = [[x[None, a:b] for x in inputs] for a, b in zip(ends, ends[1:], strict=False)]
+        parts = [[x[None, a:b] for x in inputs] for a, b in itertools.pairwise(ends)]
         return torch.cat([_plain(*part, True)[0] for part in parts])
 
     return lambda: flashtile.attention_varlen(*inputs, bounds, bounds, 2048, 2048, causal=True), inputs, plain

@@ -17,7 +17,7 @@ import torch
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError
-from flashtile.backends.gpu import ahead, archive, host
+from flashtile.backends.gpu import ahead, archive, build, host
 from flashtile.backends.gpu.archive import ENTRY, HEAD, MAGIC, Archive
 from flashtile.backends.gpu.launch import Launch, lower, text_of
 from tests.archive.machine import Driver, attend, present
@@ -51,7 +51,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             if hasattr(cached := getattr(archive, name), "cache_clear"):
                 cached.cache_clear()
 
-    monkeypatch.setattr(host, "_builds", {})
+    monkeypatch.setattr(build, "_builds", {})
     for name in [name for name in os.environ if name.startswith("TRITON_") and name != "TRITON_CACHE_DIR"]:
         monkeypatch.delenv(name)
     forget()
@@ -98,12 +98,12 @@ def test_what_is_launched_is_what_is_compiled_here(built: Path, monkeypatch: pyt
 
     monkeypatch.setattr(host.Step, "_lay_out", seen)
     monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")
-    monkeypatch.setattr(host, "load", compile_only)
+    monkeypatch.setattr(build, "load", compile_only)
     with_archive = False
     _with(monkeypatch, "off")
     with present((8, 0), Driver()):
         attend((8, 0), **CALL)
-    monkeypatch.setattr(host, "_builds", {})
+    monkeypatch.setattr(build, "_builds", {})
     with_archive = True
     _with(monkeypatch, built)
     with present((8, 0), Driver()) as cuda:
@@ -143,8 +143,8 @@ def test_text_that_is_no_launch_is_refused() -> None:
 
 def test_what_a_run_misses_is_written_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLASHTILE_RECORD", str(tmp_path / "missed"))
-    monkeypatch.setattr(host, "load", lambda launch, what, device: None)
-    monkeypatch.setattr(host, "make_build", lambda what, compiled: host.Build(None, (), "a test", 0, None, []))
+    monkeypatch.setattr(build, "load", lambda launch, what, device: None)
+    monkeypatch.setattr(build, "make_build", lambda what, compiled: build.Build(None, (), "a test", 0, None, []))
     monkeypatch.setattr(host.Step, "start", lambda step, tensors, stream: None)
     _with(monkeypatch, "off")
     with present((8, 0), Driver()):
@@ -156,8 +156,8 @@ def test_what_a_run_misses_is_written_down(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_without_triton_a_miss_says_so(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "find_spec", lambda name: None)
-    host._no_compiler.cache_clear()
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    build._no_compiler.cache_clear()
     try:
         _with(monkeypatch, built)
         with present((8, 0), Driver()), pytest.raises(UnsupportedError, match=r"(?s)in no archive.*not installed"):
@@ -166,7 +166,7 @@ def test_without_triton_a_miss_says_so(built: Path, monkeypatch: pytest.MonkeyPa
         with present((8, 0), Driver()), pytest.raises(UnsupportedError, match="needs Triton"):
             attend((8, 0), **CALL)
     finally:
-        host._no_compiler.cache_clear()
+        build._no_compiler.cache_clear()
 
 
 Spoil = Callable[[Path, bytes], None]
@@ -261,9 +261,9 @@ def _compiled_with(
 
     def note(launch: Launch, device: int) -> Any:
         compiled.append(launch.kernel.__name__)
-        return host.Build(None, (), "a test", 0, None, [])
+        return build.Build(None, (), "a test", 0, None, [])
 
-    monkeypatch.setattr(host, "_compiled", note)
+    monkeypatch.setattr(build, "_compiled", note)
     monkeypatch.setattr(host.Step, "start", lambda step, tensors, stream: None)
     _with(monkeypatch, place)
     with warnings.catch_warnings(record=True) as seen, present(capability, Driver(refuses)):
@@ -312,7 +312,7 @@ def test_the_installed_package_is_found_but_not_in_the_current_folder(
     monkeypatch.syspath_prepend(str(folder.parent))
     assert _compiled_with(monkeypatch, "", "") == []
     monkeypatch.chdir(folder.parent)
-    monkeypatch.setattr(host, "_builds", {})
+    monkeypatch.setattr(build, "_builds", {})
     assert len(_compiled_with(monkeypatch, "", "")) == 4
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from flashtile.backends.gpu import driver, host, launch
+from flashtile.backends.gpu import build, driver, host, launch
 from flashtile.backends.gpu.host import Step
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
 
@@ -101,7 +101,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     monkeypatch.setattr(driver, "library", lambda: made)
     monkeypatch.setattr(driver, "ensure_context", lambda device: None)
-    monkeypatch.setattr(host, "launcher", lambda: "driver")
+    monkeypatch.setattr(build, "launcher", lambda: "driver")
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0x1234_5678_9ABC, raising=False)
 
@@ -110,9 +110,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
         made.sizes = driver.parameter_sizes(compiled.asm["ptx"])
         return Compiled(compiled, made)
 
-    monkeypatch.setattr(host, "load", load)
+    monkeypatch.setattr(build, "load", load)
     driver.tensor_map.cache_clear()
-    monkeypatch.setattr(host, "_builds", {})
+    monkeypatch.setattr(build, "_builds", {})
     return made
 
 
@@ -171,7 +171,7 @@ def test_lengths_need_no_build_and_dtypes_strides_and_addresses_do(fake: Driver)
     device, wide = torch.device("cuda", 0), torch.zeros(200, 64, dtype=torch.bfloat16)
     for rows in (17, 18, 1, 16, 4096, 2**31 - 1):
         Step(_launch(wide[: 64 + rows % 7], rows), ("out", "x"), device)
-    assert len(host._builds) == 1
+    assert len(build._builds) == 1
     others = [
         _launch(wide.half()), _launch(wide, 2**31), _launch(wide, stride=72), _launch(wide, stride=1),
         _launch(wide, stride=2**32), _launch(wide.flatten()[1:65].view(1, 64)),
@@ -180,7 +180,7 @@ def test_lengths_need_no_build_and_dtypes_strides_and_addresses_do(fake: Driver)
     for other in others:
         Step(other, ("out", "x"), device)
     # Strides of 72 and 1 are both no multiples of 16, and neither is a constant.
-    assert len(host._builds) == len(others)
+    assert len(build._builds) == len(others)
 
 
 def test_equal_keys_are_equal_specialisations(fake: Driver) -> None:
@@ -205,7 +205,7 @@ def test_steps_of_other_lengths_in_other_threads(fake: Driver) -> None:
     tensors = [(torch.zeros(64), torch.zeros(64, 64, dtype=torch.bfloat16)) for _ in steps]
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(lambda n: host.run([steps[n % at_once]], tensors[n % at_once]), range(400)))
-    assert len(host._builds) == 1 and len(fake.launched) == 400 and len(steps[0]._build.layout.spare) <= at_once
+    assert len(build._builds) == 1 and len(fake.launched) == 400 and len(steps[0]._build.layout.spare) <= at_once
     for n, (step, (out, x)) in enumerate(zip(steps, tensors, strict=True)):
         mine = [seen for seen in fake.launched if seen["values"][6] == struct.pack("<i", 100 + n)]
         assert len(mine) == 100
@@ -249,7 +249,7 @@ def test_scratch_memory_is_left_to_triton() -> None:
     about = SimpleNamespace(tensordesc_meta=[], global_scratch_size=128, profile_scratch_size=0, num_ctas=1,
                             launch_cooperative_grid=False, launch_pdl=False)  # fmt: skip
     what = launch.Specialisation({"x_ptr": "*fp32"}, {}, (), {"x_ptr": "x_ptr"})
-    assert host.why_unknown(what, SimpleNamespace(metadata=about, asm={})) == "it needs scratch memory"
+    assert build.why_unknown(what, SimpleNamespace(metadata=about, asm={})) == "it needs scratch memory"
 
 
 @pytest.mark.parametrize(("shared", "threads"), [(1 << 16, 256), (1 << 12, 256), (1 << 16, 128)])
@@ -274,9 +274,9 @@ def test_code_is_loaded_without_a_launcher(shared: int, threads: int, monkeypatc
     monkeypatch.setattr(triton_driver, "_active", SimpleNamespace(utils=Utils()))
     if needed > shared or threads < 256:
         with pytest.raises(OutOfResources):
-            host._load_code(compiled, 3)
+            build._load_code(compiled, 3)
         return
-    host._load_code(compiled, 3)
+    build._load_code(compiled, 3)
     assert loaded == [(compiled.name, compiled.kernel, needed, 3)] and compiled.function == 77
 
 
@@ -292,9 +292,9 @@ def test_a_build_is_made_once_by_however_many_threads(fake: Driver, monkeypatch:
     monkeypatch.setattr(CUDABackend, "add_stages", add_stages)
     step = _launch(torch.zeros(64, 64, dtype=torch.bfloat16))
 
-    def find(_: int) -> host.Build:
+    def find(_: int) -> build.Build:
         launch.MEANWHILE.set(lambda: seen.append("front end"))
-        return host.find_build(step, 0)
+        return build.find_build(step, 0)
 
     with triton.knobs.compilation.scope(), ThreadPoolExecutor(3) as pool:
         triton.knobs.compilation.always_compile = True

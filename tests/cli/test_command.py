@@ -17,7 +17,7 @@ import torch
 
 import flashtile
 from flashtile.backends import portable
-from flashtile.backends.gpu import host
+from flashtile.backends.gpu import build
 from flashtile.cli import info, main
 from flashtile.ops import dispatch
 
@@ -63,7 +63,7 @@ def test_info_says_what_launches_kernels(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.version, "hip", amd)
     monkeypatch.setenv("FLASHTILE_LAUNCHER", "triton")
-    monkeypatch.setattr(host, "launcher", host.launcher.__wrapped__)  # past its cache
+    monkeypatch.setattr(build, "launcher", build.launcher.__wrapped__)  # past its cache
     assert info.launcher() == expected
 
 

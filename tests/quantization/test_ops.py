@@ -257,9 +257,9 @@ def test_warm_up_builds_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
 def test_warm_up_builds_the_kernels_that_round(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from flashtile.api import quantized as api
-    from flashtile.backends.gpu import host
+    from flashtile.backends.gpu import build
 
-    monkeypatch.setattr(host, "builds", lambda launches: [Build(name, lambda: None) for name in launches])
+    monkeypatch.setattr(build, "builds", lambda launches: [Build(name, lambda: None) for name in launches])
     given = Tensors(*(x.to("meta") for x in inputs()))
     asked, device = (
         Asked("fp8", True, None, False, (None, 0.0, 0.0, False, None, None, False, ())),

@@ -133,7 +133,7 @@ def rounding_builds(given: Tensors, asked: Asked, device: torch.device) -> list[
     """The kernels that round the tensors of a call on the current GPU; none for a ``Quantized``, and off GPUs."""
     if isinstance(given.q, Quantized) or device.type != "cuda" or not find_spec("triton"):
         return []
-    from flashtile.backends.gpu import host
+    from flashtile.backends.gpu import build
     from flashtile.backends.portable.rounding import launch
     from flashtile.call.quantized import Choices, Inputs
 
@@ -141,7 +141,7 @@ def rounding_builds(given: Tensors, asked: Asked, device: torch.device) -> list[
     t = without_data(tensors)
     inputs = Inputs(t.q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k)
     choices = Choices(smooth_k=options.softcap == 0)
-    return host.builds(launch.launches(inputs, choices, compute_capability(device)))
+    return build.builds(launch.launches(inputs, choices, compute_capability(device)))
 
 
 def quantized_call(given: Tensors, tensors: Tensors, options: Options) -> tuple[QuantizedTensors, QuantizedOptions]:

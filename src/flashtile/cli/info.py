@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flashtile import __version__
-from flashtile.backends.gpu import host
+from flashtile.backends.gpu import build
 from flashtile.call.backend import Capabilities
 from flashtile.call.problem import Problem, described
 from flashtile.ops import dispatch
@@ -54,7 +54,7 @@ def launcher() -> str:
     missing = dispatch.backend("portable").missing()
     if missing or not torch.cuda.is_available():
         return f"not applicable ({missing or 'no GPU that torch can use'})"
-    return "triton (AMD)" if torch.version.hip else host.launcher()
+    return "triton (AMD)" if torch.version.hip else build.launcher()
 
 
 def _gpu(index: int) -> dict[str, Any]:

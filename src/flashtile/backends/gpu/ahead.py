@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.gpu import archive, host
+from flashtile.backends.gpu import archive, build
 from flashtile.backends.gpu.archive import Archive, Found
 from flashtile.backends.gpu.functions import PrintedModule, module_of
 from flashtile.backends.gpu.launch import (
@@ -121,10 +121,10 @@ def compiled(key: bytes, launch: Launch, target: Any) -> Found | str:
     """A build, or why an archive cannot have it."""
     what = specialise(launch)
     made = compile_kernel(launch.kernel, what, launch.options, target)
-    if (why := host.why_unknown(what, made)) is not None:
+    if (why := build.why_unknown(what, made)) is not None:
         return f"{launch.kernel.__name__}: {why}"
     files = sorted({*_ALWAYS, *(file for module in _modules(lower(launch)[0]) for file in files_of(module))})
-    about = {"key": key.hex(), "kernel": repr(launch.kernel), **host.about_of(what, made), "files": files}
+    about = {"key": key.hex(), "kernel": repr(launch.kernel), **build.about_of(what, made), "files": files}
     return Found(about, made.asm["cubin"])
 
 
@@ -147,7 +147,7 @@ RECORDER: ContextVar[Recorder | None] = ContextVar("RECORDER", default=None)
 
 @contextmanager
 def into(place: str | os.PathLike[str], *, lists: bool = False) -> Iterator[Recorder]:
-    """Within, what ``host.builds`` makes is added to an archive, which is written at the end.
+    """Within, what ``build.builds`` makes is added to an archive, which is written at the end.
 
     With ``lists`` the kernels are listed alone, and the caller adds them.
 

@@ -55,7 +55,7 @@ class Found(NamedTuple):
     """A build of an archive.
 
     Attributes:
-        about: What a launch must know of it, see ``host.about_of``.
+        about: What a launch must know of it, see ``build.about_of``.
         code: The driver's.
     """
 
@@ -244,7 +244,7 @@ _PREFER_SHARED, _USUAL_SHARED = 1, 48 * 1024
 
 
 def load(found: Found, device: int) -> Any:
-    """Loads a build's code as Triton does; returns what ``host.Build`` keeps of a compiled kernel.
+    """Loads a build's code as Triton does; returns what ``build.Build`` keeps of a compiled kernel.
 
     Raises:
         DriverError: The driver does not take it, or the device has too little for it.

@@ -10,269 +10,28 @@ interpreter runs the kernel.
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib
-import os
 import struct
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu import archive, driver
+from flashtile.backends.gpu import build, driver
 from flashtile.backends.gpu.launch import (
     TYPES,
     Captured,
     Const,
     Launch,
     Pointer,
-    Specialisation,
     TensorMap,
-    compile_kernel,
     lower,
     mapped,
-    specialise,
-    text_of,
     with_functions,
 )
-from flashtile.call import backend as base
-from flashtile.call.problem import AHEAD
-from flashtile.core import settings
-from flashtile.core.errors import UnsupportedError
 
 _CONTEXT_MISSING = 201
-
-
-@dataclass(frozen=True, eq=False)
-class Build:
-    """A kernel compiled and loaded on a device.
-
-    Attributes:
-        compiled: Triton's object, or an archive's, which keeps the code loaded.
-        names: Of the run-time leaves, in order.
-        unknown: Why the kernel cannot be launched without Triton, or None.
-        function: The driver's handle.
-        layout: Layout of its argument block; None if it cannot be launched without Triton.
-        places: Of each run-time leaf, in order: the 64-bit word of a block that its address is written to, None for a
-            number, and of a tensor descriptor (box, swizzle, bytes of an element).
-    """
-
-    compiled: Any
-    names: tuple[str, ...]
-    unknown: str | None
-    function: int
-    layout: driver.BlockLayout | None
-    places: list[tuple[int | None, tuple[Any, ...] | None]]
-
-
-# Keys keep their kernels alive; the tensor maps' makers keep Gluon's layouts alive.
-_builds: dict[tuple[Any, ...], Build] = {}
-_locks: dict[tuple[Any, ...], threading.Lock] = {}
-
-
-def find_build(launch: Launch, device: int, key: tuple[Any, ...] | None = None) -> Build:
-    """The build of a launch on a device, made if this process has not seen it; key: what ``lower`` says.
-
-    Waits for another thread that is making it.
-    """
-    lowered = key or lower(launch)[0]
-    key = device, *lowered
-    if key not in _builds:
-        with _locks.setdefault(key, threading.Lock()):
-            if key not in _builds:
-                _builds[key] = _from_archive(lowered, device) or _compiled(launch, device)
-    return _builds[key]
-
-
-def missing(*, gluon: bool = False) -> str | None:
-    """Why kernels, of Triton or of Gluon, can neither be compiled nor come from an archive; None if they can."""
-    return None if archive.archives() else _no_compiler(gluon)
-
-
-@functools.cache
-def _no_compiler(gluon: bool) -> str | None:
-    if (found := find_spec("triton")) is None:
-        return "needs Triton, which is not installed"
-    # To look for a package within Triton would import Triton.
-    if gluon and not any(
-        Path(each, "experimental", "gluon").is_dir() for each in found.submodule_search_locations or ()
-    ):
-        return "needs Triton 3.6 or later, which brings Gluon"
-    return None
-
-
-def _compiled(launch: Launch, device: int) -> Build:
-    if why := _no_compiler(gluon=False):
-        raise UnsupportedError(
-            f"the kernel {launch.kernel.__name__} of this call is in no archive of kernels, and to be compiled it {why}"
-        )
-    if place := settings.RECORD.text():
-        from flashtile.backends.gpu.ahead import as_json  # what few programs need is not loaded by all
-
-        with open(os.path.expanduser(place), "a") as file:
-            file.write(as_json(launch) + "\n")
-    what = specialise(launch)
-    with _alone(launch, device):
-        return make_build(what, load(launch, what, device))
-
-
-@contextmanager
-def _alone(launch: Launch, device: int) -> Iterator[None]:
-    """Within, no other process compiles the same kernel: the ranks of a host wait for one, then find it in the cache."""
-    import fcntl  # no Triton is where this is not
-
-    from triton import knobs
-
-    folder = Path(knobs.cache.dir, "flashtile-locks")
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        text = f"{torch.cuda.get_device_capability(device)} {text_of(lower(launch)[0])}"
-        file = open(folder / hashlib.sha256(text.encode()).hexdigest(), "w")  # noqa: SIM115
-    except OSError:  # a folder that cannot be written has no cache either
-        yield
-        return
-    with file:
-        with suppress(OSError):  # not every file system has locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _from_archive(lowered: tuple[Any, ...], device: int) -> Build | None:
-    """The build among the archives; None if it is not there, or if the driver refuses it."""
-    if not archive.archives() or not _is_direct():
-        return None
-    if (found := archive.look_up(text_of(lowered), device)) is None:
-        return None
-    try:
-        return known_build(found.about, archive.load(found, device))
-    except driver.DriverError as error:
-        warnings.warn(f"a kernel of an archive is compiled instead: {error}", stacklevel=4)
-        return None
-
-
-def load(launch: Launch, what: Specialisation, device: int) -> Any:
-    """Triton's compiled kernel, loaded on a device."""
-    from triton.runtime import driver as triton_driver
-
-    _start_hashing().join()
-    with torch.cuda.device(device):
-        compiled = compile_kernel(launch.kernel, what, launch.options, triton_driver.active.get_current_target())
-        # Triton's launcher knows no tensor maps in records: it takes each leaf as a parameter, as the kernel does.
-        compiled.src = SimpleNamespace(signature=dict(enumerate(what.signature.values())), constants={})
-        if _is_direct() and why_unknown(what, compiled) is None:
-            _load_code(compiled, device)
-        else:
-            _ = compiled.run  # loads the code; raises if it needs more than the device has
-    return compiled
-
-
-@functools.cache
-def start_hashing() -> threading.Thread | None:
-    """``_start_hashing``, unless archives are expected to have all that a call needs."""
-    return None if archive.archives() else _start_hashing()
-
-
-@functools.cache
-def _start_hashing() -> threading.Thread:
-    """Has Triton hash its own 400 MB, for the keys of its cache, while a process imports its first kernels."""
-    thread = threading.Thread(target=_hash)
-    thread.start()
-    return thread
-
-
-def _hash() -> None:
-    # Where another release keeps it elsewhere, its first build calls it.
-    getattr(importlib.import_module("triton.runtime.cache"), "triton_key", int)()
-
-
-def _load_code(compiled: Any, device: int) -> None:
-    """As Triton loads it, but for its launcher, which 3.6 compiles from C for each signature: half a second each."""
-    from triton.runtime import driver as triton_driver
-    from triton.runtime.errors import OutOfResources
-
-    utils, needed, threads = triton_driver.active.utils, compiled.metadata.shared, 32 * compiled.metadata.num_warps
-    if needed > (most := utils.get_device_properties(device)["max_shared_mem"]):
-        raise OutOfResources(needed, most, "shared memory")
-    compiled.module, compiled.function, *_, most = utils.load_binary(compiled.name, compiled.kernel, needed, device)
-    if threads > most:
-        raise OutOfResources(threads, most, "threads")
-
-
-def make_build(what: Specialisation, compiled: Any) -> Build:
-    """The record that launches need of a compiled kernel."""
-    unknown = why_unknown(what, compiled)
-    if unknown is not None:
-        return Build(compiled, tuple(what.signature), unknown, compiled.function, None, [])
-    return known_build(about_of(what, compiled), compiled)
-
-
-def about_of(what: Specialisation, compiled: Any) -> dict[str, Any]:
-    """What launches need to know of a compiled kernel for which ``why_unknown`` has no reason, as JSON values."""
-    about = compiled.metadata
-    maps = [[list(each["block_size"]), each["swizzle"], each["elem_size"]] for each in about.tensordesc_meta or []]
-    # How a box lies in shared memory matters no more.
-    leaves = [[name, kind[: kind.find("]") + 1] or kind] for name, kind in what.signature.items()]
-    return {"name": about.name, "num_warps": about.num_warps, "shared": about.shared, "leaves": leaves, "maps": maps}
-
-
-def known_build(about: Mapping[str, Any], compiled: Any) -> Build:
-    """The record of loaded code, from ``about_of`` it."""
-    signature, maps = dict(about["leaves"]), iter(about["maps"])
-    layout = driver.BlockLayout(signature, 32 * about["num_warps"], about["shared"])
-    places: list[Any] = []
-    for name, kind in signature.items():
-        about_map = None
-        if kind.startswith("tensordesc"):
-            box, swizzle, size = next(maps)
-            about_map = (tuple(box), swizzle, size)
-        places.append((layout.words[name] if about_map or kind.startswith("*") else None, about_map))
-    return Build(compiled, tuple(signature), None, compiled.function, layout, places)
-
-
-def why_unknown(what: Specialisation, compiled: Any) -> str | None:
-    """Why this module cannot launch a compiled kernel, or None."""
-    about = compiled.metadata
-    descriptors = sum(kind.startswith("tensordesc") for kind in what.signature.values())
-    maps = getattr(about, "tensordesc_meta", None) or []
-    if descriptors != len(maps) or any(each.get("fp4_padded") for each in maps):
-        return "its tensor descriptors are not tensor maps"
-    if about.global_scratch_size or getattr(about, "profile_scratch_size", 0):
-        return "it needs scratch memory"
-    if about.num_ctas != 1 or about.launch_cooperative_grid or about.launch_pdl:
-        return "it needs launch attributes"
-    try:
-        expected = [driver.SIZES[code] for codes in driver.layout(what.signature).values() for code in codes]
-    except KeyError as error:
-        return f"it has an argument of type {error}"
-    found = driver.parameter_sizes(compiled.asm["ptx"])
-    if found != expected:
-        return f"its parameters have {found} bytes, {expected} were expected"
-    return None
-
-
-@functools.cache
-def launcher() -> str:
-    """Which launcher runs NVIDIA kernels: ``"driver"``, or ``"triton"`` with the reason."""
-    if settings.LAUNCHER.get() == "triton":
-        return f"triton ({settings.LAUNCHER.name}=triton)"
-    try:
-        driver.ensure_context(torch.cuda.current_device())
-        return "driver" if driver.address_comes_first() else "triton (tensor maps of an unknown form)"
-    except (OSError, AttributeError, driver.DriverError) as error:
-        return f"triton ({error})"
-
-
-def _is_direct() -> bool:
-    return torch.version.hip is None and launcher() == "driver"
 
 
 class Step:
@@ -282,7 +41,7 @@ class Step:
         "_addresses", "_build", "_content", "_function", "_launch", "_leaves", "_numbers", "_places", "_spare",
         "_start", "device", "kernel", "programs",
     )  # fmt: skip
-    _build: Build
+    _build: build.Build
     # The word, operand and offset of each address.
     _addresses: list[tuple[int, int, int]]
     # The word and operand of each ``Captured``, and whether it is a float.
@@ -307,11 +66,11 @@ class Step:
         if self.device is None:
             self._launch = launch
             return
-        is_direct = _is_direct()
+        is_direct = build.is_direct()
         if is_direct:
             driver.ensure_context(self.device)
         key, leaves = lower(launch)
-        self._build = find_build(launch, self.device, key)
+        self._build = build.find_build(launch, self.device, key)
         if is_direct and self._build.layout is not None:
             self._lay_out(leaves, self._build.layout)
         else:
@@ -467,23 +226,3 @@ def _constant_to_interpret() -> Any:
 
     names = [f"__{side}{name}__" for side in ("", "r") for name in ("add", "sub", "mul", "floordiv", "mod")]
     return type("Constant", (constexpr,), {name: method(name) for name in names})
-
-
-def builds(launches: Mapping[str, Launch]) -> list[base.Build]:
-    """The result of ``Backend.builds`` for launches by name: on the current device, or for that of ``call.gpus``."""
-    if (gpu := AHEAD.get()) is not None:
-        from triton.backends.compiler import GPUTarget
-
-        from flashtile.backends.gpu.ahead import RECORDER
-
-        target, recorder = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size), RECORDER.get()
-        return [
-            base.Build(
-                name,
-                functools.partial(compile_kernel, each.kernel, specialise(each), each.options, target)
-                if recorder is None else functools.partial(recorder.build, each, target),
-            )
-            for name, each in launches.items()
-        ]  # fmt: skip
-    device = torch.cuda.current_device()
-    return [base.Build(name, functools.partial(find_build, launch, device)) for name, launch in launches.items()]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.gpu import host
+from flashtile.backends.gpu import build
 from flashtile.backends.gpu.decode.config import as_cached, splits_keys
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import Build, Capabilities, Direction, Given, Plan
@@ -71,7 +71,7 @@ class _Backend:
         return {"forward": _FORWARD, "backward": _BACKWARD, "decode": _DECODE, "quantized": _QUANTIZED}.get(direction)
 
     def missing(self) -> str | None:
-        return host.missing(gluon=True)
+        return build.missing(gluon=True)
 
     def describe(self, problem: Problem, direction: Direction) -> str:
         is_split = direction == "forward" and splits_keys(problem)
@@ -95,7 +95,7 @@ class _Backend:
 
     def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = ()) -> Plan:
         if problem.device_type == "cuda":
-            host.start_hashing()
+            build.start_hashing()
         make = _plan_class(_folder(problem, direction))
         if direction == "forward" and splits_keys(problem):
             from flashtile.backends.gpu.decode.split_forward import SplitForwardPlan
@@ -107,7 +107,7 @@ class _Backend:
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         from flashtile.backends.hopper.launches import launches
 
-        return host.builds(launches(problem, tensors, direction))
+        return build.builds(launches(problem, tensors, direction))
 
 
 BACKEND = _Backend()

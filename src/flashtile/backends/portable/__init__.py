@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu import host
+from flashtile.backends.gpu import build
 from flashtile.backends.gpu.decode import config as decode
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.forward import config as forward
@@ -78,7 +78,7 @@ class PortableBackend:
 
     def missing(self) -> str | None:
         """Triton, where it is not installed."""
-        return host.missing()
+        return build.missing()
 
     def describe(self, problem: Problem, direction: Direction) -> str:
         """The tiles of the direction's kernels."""
@@ -105,7 +105,7 @@ class PortableBackend:
         row sums, then one kernel for dk with dv (or one each) and one for dq with dbias (or one each), as needed.
         """
         if problem.device_type == "cuda":
-            host.start_hashing()
+            build.start_hashing()
         module, name = _PLANS[direction]
         make = getattr(importlib.import_module(f"flashtile.backends.{module}.launch"), name)
         if direction == "forward" and decode.splits_keys(problem):
@@ -121,7 +121,7 @@ class PortableBackend:
         """The builds of the direction's launches."""
         from flashtile.backends.portable.launches import launches
 
-        return host.builds(launches(problem, tensors, direction))
+        return build.builds(launches(problem, tensors, direction))
 
 
 def _split_forward(problem: Problem, like: Tensors, regular: Any) -> Plan:

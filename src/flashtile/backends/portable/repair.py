@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device import softmax
+from flashtile.backends.gpu.device.records import MOST_LSE
 from flashtile.backends.gpu.intervals import Side, bounds_launch, most_bounds
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.portable.backward import launch as backward
@@ -87,7 +87,7 @@ def num_terms(problem: Problem, tensors: Tensors, flags: int) -> int | None:
 def sinks_gradient(problem: Problem, tensors: Tensors, lse: Tensor, terms: Tensor) -> Tensor:
     """What lost rows add to the gradient of sinks, from lse in parts and that operand."""
     top, rest = lse.unbind(-1)
-    lost = (top.abs() < softmax.MOST.value).logical_not() & (top != -torch.inf)
+    lost = (top.abs() < MOST_LSE).logical_not() & (top != -torch.inf)
     pitch = row_pitch(top.shape[-1], problem.varlen)
     delta = terms[: num_rows(problem, tensors)].view(*top.shape[:-1], pitch)[..., : top.shape[-1]]
     lse = torch.stack([torch.where(lost, top, -torch.inf), torch.where(lost, rest, 0.0)], -1)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 # Plain numbers, of which device code makes constants of its own.
 LOG2_E = 1.4426950408889634
+# The size of an lse from which on ``softmax.is_lost``.
+MOST_LSE = 4096.0
 # Rows in the two extra dimensions of a packed tensor's descriptor: see ``sequence``.
 PACKED_ROWS = 2**30
 # Distances in a ``DistanceTable`` on either side of those of the longest sequences: more than a block of pairs has.

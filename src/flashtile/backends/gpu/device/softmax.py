@@ -18,7 +18,7 @@ from flashtile.backends.gpu.device import records
 LOG2_E = tl.constexpr(records.LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
 # From this size on float32 holds too little of an lse, in base 2 and beside the log of a sum: see ``is_lost``.
-MOST = tl.constexpr(4096.0)
+MOST = tl.constexpr(records.MOST_LSE)
 
 
 @triton.jit
