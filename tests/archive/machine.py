@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from flashtile.backends.gpu import driver, host
+from flashtile.backends.gpu import build, driver, host
 
 Capability = tuple[int, int]
 _THREADS, _SHARED = 1024, 227 * 1024
@@ -89,7 +89,7 @@ def present(capability: Capability, cuda: Driver) -> Iterator[Driver]:
 
     values: list[tuple[Any, str, Any]] = [
         (driver, "library", lambda: cuda), (driver, "ensure_context", lambda device: None),
-        (host, "launcher", lambda: "driver"), (host.Step, "__init__", on_gpu),
+        (build, "launcher", lambda: "driver"), (host.Step, "__init__", on_gpu),
         (torch._C, "_cuda_getDevice", lambda: 0), (torch._C, "_cuda_getCurrentRawStream", lambda device: 1),
         (torch.cuda, "get_device_capability", lambda device=None: capability), (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "device", lambda device: contextlib.nullcontext()),

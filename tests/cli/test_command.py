@@ -16,7 +16,6 @@ pytest.importorskip("rich")
 import torch
 
 import flashtile
-from flashtile.backends import portable
 from flashtile.backends.gpu import build
 from flashtile.cli import info, main
 from flashtile.ops import dispatch
@@ -59,12 +58,14 @@ def test_info_says_what_torch_says(capsys: pytest.CaptureFixture[str]) -> None:
 def test_info_says_what_launches_kernels(
     triton: bool, gpu: bool, amd: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(portable, "find_spec", lambda name: triton or None)
+    monkeypatch.setattr(build, "find_spec", lambda name: triton or None)
+    build._no_compiler.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.version, "hip", amd)
     monkeypatch.setenv("FLASHTILE_LAUNCHER", "triton")
     monkeypatch.setattr(build, "launcher", build.launcher.__wrapped__)  # past its cache
     assert info.launcher() == expected
+    build._no_compiler.cache_clear()
 
 
 CALLS = [

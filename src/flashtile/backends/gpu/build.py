@@ -95,12 +95,12 @@ def _compiled(launch: Launch, device: int) -> Build:
         with open(os.path.expanduser(place), "a") as file:
             file.write(as_json(launch) + "\n")
     what = specialise(launch)
-    with _alone(launch, device):
+    with _alone(launch):
         return make_build(what, load(launch, what, device))
 
 
 @contextmanager
-def _alone(launch: Launch, device: int) -> Iterator[None]:
+def _alone(launch: Launch) -> Iterator[None]:
     """Within, no other process compiles the same kernel: a host's ranks wait for one and find it in the cache."""
     import fcntl  # no Triton is where this is not
 
@@ -109,8 +109,8 @@ def _alone(launch: Launch, device: int) -> Iterator[None]:
     folder = Path(knobs.cache.dir, "flashtile-locks")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        text = f"{torch.cuda.get_device_capability(device)} {text_of(lower(launch)[0])}"
-        file = open(folder / hashlib.sha256(text.encode()).hexdigest(), "w")  # noqa: SIM115
+        name = hashlib.sha256(str(text_of(lower(launch)[0])).encode()).hexdigest()
+        file = open(folder / name, "w")  # noqa: SIM115
     except OSError:  # a folder that cannot be written has no cache either
         yield
         return
