@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from flashtile.backends.gpu import build as loading
 from flashtile.backends.gpu import launch
 from flashtile.call.gpus import gpu_of
 from flashtile.core.errors import InvalidInputError, UnsupportedError
@@ -228,7 +229,7 @@ def compile_build(build: KernelBuild, arch: str) -> KernelReport:
         shared_bytes=compiled.metadata.shared,
         instructions=count_amdgcn(compiled.asm["amdgcn"]) if amd else count_ptx(compiled.asm["ptx"]),
         spill_limit=build.spill_limit,
-        unknown_launch=None if amd else build.why_unknown(what, compiled),
+        unknown_launch=None if amd else loading.why_unknown(what, compiled),
         **resources,
     )
 

@@ -11,8 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.hopper.backward import config as backward_tiles
-from flashtile.backends.hopper.backward import launch, scheduler
-from flashtile.backends.hopper.backward.workspace import gqa_splits
+from flashtile.backends.hopper.backward import launch, workspace
 from flashtile.core.masks import Band
 from flashtile_lab.kernels.hopper import _problem
 from tests.backends.hopper.emulated import on_cpu
@@ -66,7 +65,7 @@ def test_deterministic_bits_depend_neither_on_the_order_of_events_nor_on_the_pro
 def test_deterministic_bits_of_split_groups() -> None:
     """Each split has sums of dk and dv of its own; added to one, they would depend on which of three comes first."""
     case = Case("causal", batch=1, seqlen_q=130, seqlen_k=150, head_dim=64, heads=6, kv_heads=1, causal=True)
-    with mock.patch.object(scheduler, "gqa_splits", lambda *args: 3):
+    with mock.patch.object(workspace, "gqa_splits", lambda *args: 3):
         first = _gradients(case, 0, 1)
         for seed, num_sms in ((1, 3), (2, 4), (3, 6)):
             assert all(torch.equal(a, b) for a, b in zip(first, _gradients(case, seed, num_sms), strict=True))
@@ -113,7 +112,7 @@ SPLIT = (
 @pytest.mark.parametrize(("count", "case"), SPLIT, ids=str)
 def test_groups_of_query_heads_have_gqa_splits(count: int, case: Case) -> None:
     used = []
-    with mock.patch.object(scheduler, "gqa_splits", lambda *args: used.append(args) or count), on_cpu(count):
+    with mock.patch.object(workspace, "gqa_splits", lambda *args: used.append(args) or count), on_cpu(count):
         judge(build(case, torch.bfloat16), "hopper")
     assert used
 
@@ -141,7 +140,7 @@ def test_few_key_heads_are_split_and_many_are_not() -> None:
 
     def chosen(band: Band, batch: int, heads: int, heads_kv: int, seqlen: int) -> int:
         problem = _problem(128, band, batch=batch, num_heads_q=heads, num_heads_kv=heads_kv, seqlen_q=seqlen)
-        return gqa_splits(problem, config, seqlen)
+        return workspace.gqa_splits(problem, config, seqlen)
 
     # 64 tiles for 132 multiprocessors; 128 causal ones, of which the longest is twice the mean; 96, all of 16 heads.
     assert chosen(full, 2, 16, 1, 4096) == 2

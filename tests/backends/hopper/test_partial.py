@@ -11,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends import hopper
 from flashtile.backends.hopper.backward import config as configs
-from flashtile.backends.hopper.backward import scheduler
+from flashtile.backends.hopper.backward import workspace
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case
@@ -68,7 +68,7 @@ def test_gqa_splits_add(deterministic: bool) -> None:
     case = Case(
         "varlen", batch=2, lengths=((100, 130), (70, 60)), head_dim=64, heads=3, kv_heads=1, causal=True, lse_grad=True
     )
-    with mock.patch.object(scheduler, "gqa_splits", lambda *args: 2), on_cpu(6, 2), poisoned_memory():
+    with mock.patch.object(workspace, "gqa_splits", lambda *args: 2), on_cpu(6, 2), poisoned_memory():
         judge_sums(hopper.BACKEND, case, (70,), torch.bfloat16, exact=False, deterministic=deterministic)
 
 
@@ -82,5 +82,5 @@ def test_gaps_keep_their_sums(band: Band, head_dim: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_gaps_keep_their_sums_of_gqa_splits(band: Band) -> None:
-    with mock.patch.object(scheduler, "gqa_splits", lambda *args: 2), on_cpu(8, 2), poisoned_memory():
+    with mock.patch.object(workspace, "gqa_splits", lambda *args: 2), on_cpu(8, 2), poisoned_memory():
         judge_gaps(hopper.BACKEND, torch.float16, band, head_dim=64)

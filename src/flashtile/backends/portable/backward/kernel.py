@@ -297,7 +297,7 @@ def over_keys(dq, q, dout, lse, delta, rows, visit, call, tiles, head, place, su
 
 
 @triton.jit
-def attention_backward_dq(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias_sums, tiles):
+def attention_backward_dq(call, douts, of_rows, dq_ptr, bias_sums, tiles, ADDS: tl.constexpr):
     """Computes dq of BLOCK_M rows of one head, contiguous at ``dq_ptr``, or ADDS it; bias_sums: ``BiasSums``."""
     place = locate(call, tiles, None)
     if place.block * tiles.BLOCK_M >= place.queries.length:
