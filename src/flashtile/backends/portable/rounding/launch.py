@@ -151,21 +151,16 @@ def block_launch(side: Side, *, finds: bool) -> Launch:
         ),
         Pointer(torch.float32, "shift") if has_shift else None,
     )  # fmt: skip
-    arguments: dict[str, Any] = {
-        "source": _source(side),
-        "sequences": side.sequences,
-        "written": written,
-        "rounding": _rounding(side),
-    }
+    arguments: dict[str, Any] = {"source": _source(side), "sequences": side.sequences}
     if is_v:
-        arguments["stride_dim"] = side.blocks * BLOCK
+        arguments |= {"written": written, "stride_dim": side.blocks * BLOCK, "rounding": _rounding(side)}
     else:
         k, has_mean = side.given.k, has_shift or (smooth and not is_q)
         bounds_k = pointer(side.given.cu_seqlens_k, "cu_seqlens_k")
         mean = Pointer(torch.float32, "mean") if has_mean else None
         arguments |= {
             "keys": Sequences(bounds_k, side.batch, k.shape[-3]), "angles": _angles(side),
-            "mean": Mean(mean, k.shape[-2], heads // k.shape[-2]),
+            "mean": Mean(mean, k.shape[-2], heads // k.shape[-2]), "written": written, "rounding": _rounding(side),
         }  # fmt: skip
     warps = max(4, _padded(width) // 16)
     options = {"num_warps": warps if is_v else min(warps, 8), "num_stages": 1, **_registers(side)}
