@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Between the operators of a text.
+_END = "; "
 INPUTS = {"score": "f", "b": "i", "h": "i", "i": "i", "j": "i"}
 # Operators that have data in place of arguments: a value, the place of a number, an operand and one of its dimensions.
 LEAVES = {"const": 1, "number": 1, "size": 2}
@@ -104,11 +106,11 @@ class Graph:
 
     @functools.cached_property
     def text(self) -> str:
-        """The canonical text."""
+        """The canonical text, in one line: PyTorch writes the arguments of operators into comments of the code it makes."""
         lines = [f"{self.what} {' '.join(self.operands) or '-'} | {' '.join(self.numbers) or '-'}"]
         lines += [f"{node.kind} {node.op} {' '.join(map(repr, node.args))}".rstrip() for node in self.nodes]
         ends = [str(self.result), "-" if self.slope is None else str(self.slope)]
-        return "\n".join([*lines, " ".join(["return", *ends, *(f"{p.load}:{p.slope}" for p in self.partials)])])
+        return _END.join([*lines, " ".join(["return", *ends, *(f"{p.load}:{p.slope}" for p in self.partials)])])
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
@@ -150,7 +152,7 @@ def parse(text: str) -> Graph:
     Raises:
         GraphError: It is none, or has what the table does not permit.
     """
-    lines = text.split("\n")
+    lines = text.split(_END)
     head, _, numbers = lines[0].partition(" | ")
     what, *operands = head.split(" ")
     nodes: list[Node] = []
