@@ -106,7 +106,7 @@ class Graph:
 
     @functools.cached_property
     def text(self) -> str:
-        """The canonical text, in one line: PyTorch writes the arguments of operators into comments of the code it makes."""
+        """The canonical text; one line, as PyTorch writes operators' arguments into comments of the code it makes."""
         lines = [f"{self.what} {' '.join(self.operands) or '-'} | {' '.join(self.numbers) or '-'}"]
         lines += [f"{node.kind} {node.op} {' '.join(map(repr, node.args))}".rstrip() for node in self.nodes]
         ends = [str(self.result), "-" if self.slope is None else str(self.slope)]
