@@ -94,7 +94,7 @@ class Results(NamedTuple):
 class Splitting(NamedTuple):
     """How keys are cut into splits, see ``config.Splitting``."""
 
-    PROGRAMS: Any
+    programs: Any
     FEWEST_KEYS: Any
     MOST_KEYS: Any
     MOST_SPLITS: Any

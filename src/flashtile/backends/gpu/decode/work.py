@@ -64,7 +64,7 @@ def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
         BLOCK_N: Keys of a block.
         splitting: ``Splitting``.
     """
-    wanted = tl.maximum(splitting.PROGRAMS // tl.maximum(num_tiles * num_heads_kv, 1), 1)
+    wanted = tl.maximum(splitting.programs // tl.maximum(num_tiles * num_heads_kv, 1), 1)
     most = tl.maximum(splitting.MOST_SLOTS // tl.maximum(rows * num_heads_kv, 1), 1)
     filling = tl.where(keys < splitting.LONG_KEYS, wanted, 2 * splitting.MOST_SPLITS)
     most = tl.minimum(most, tl.minimum(tl.maximum(filling, splitting.MOST_SPLITS), 2 * splitting.MOST_SPLITS))
