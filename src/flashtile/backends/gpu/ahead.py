@@ -103,7 +103,8 @@ class Recorder:
             blobs.append(zlib.compress(raw, 9))
             index.append((key, hashlib.sha256(blobs[-1]).digest(), at, len(blobs[-1]), len(raw)))
             at += len(blobs[-1])
-        table = zlib.compress(_json({"sources": {file: archive.digest_of(file) for file in files}}), 9)
+        archs = sorted({found.about["arch"] for found in self.builds.values()})
+        table = zlib.compress(_json({"archs": archs, "sources": {file: archive.digest_of(file) for file in files}}), 9)
         start = archive.HEAD.size + len(index) * archive.ENTRY.size + len(table)
         front = b"".join(archive.ENTRY.pack(k, d, start + at, *sizes) for k, d, at, *sizes in index) + table
         head = archive.HEAD.pack(archive.MAGIC, hashlib.sha256(front).digest(), len(index), len(table))
@@ -124,7 +125,8 @@ def compiled(key: bytes, launch: Launch, target: Any) -> Found | str:
     if (why := build.why_unknown(what, made)) is not None:
         return f"{launch.kernel.__name__}: {why}"
     files = sorted({*_ALWAYS, *(file for module in _modules(lower(launch)[0]) for file in files_of(module))})
-    about = {"key": key.hex(), "kernel": repr(launch.kernel), **build.about_of(what, made), "files": files}
+    names = {"key": key.hex(), "arch": f"sm_{target.arch}", "kernel": repr(launch.kernel)}
+    about = {**names, **build.about_of(what, made), "files": files}
     return Found(about, made.asm["cubin"])
 
 
@@ -158,7 +160,7 @@ def into(place: str | os.PathLike[str], *, lists: bool = False) -> Iterator[Reco
     if os.path.exists(place):
         try:
             recorder.take(Archive(place))
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        except archive.DAMAGE as error:
             raise InvalidInputError("into", f"{str(place)!r} is there already, and {error}") from None
     token, before = RECORDER.set(recorder), os.environ.get(_NO_LINES)
     # Which lines of a source instructions come from takes a third of the code's bytes.
