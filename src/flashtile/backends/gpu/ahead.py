@@ -97,7 +97,7 @@ class Recorder:
         files = sorted({file for found in self.builds.values() for file in found.about["files"]})
         numbers, index, blobs, at = {file: n for n, file in enumerate(files)}, [], [], 0
         for key in sorted(self.builds):
-            about, code = self.builds[key]
+            about, code, _ = self.builds[key]
             text = _json({**about, "files": [numbers[file] for file in about["files"]]})
             raw = struct.pack("<I", len(text)) + text + code
             blobs.append(zlib.compress(raw, 9))
@@ -124,8 +124,8 @@ def compiled(key: bytes, launch: Launch, target: Any) -> Found | str:
     if (why := build.why_unknown(what, made)) is not None:
         return f"{launch.kernel.__name__}: {why}"
     files = sorted({*_ALWAYS, *(file for module in _modules(lower(launch)[0]) for file in files_of(module))})
-    about = {"key": key.hex(), "kernel": repr(launch.kernel), **build.about_of(what, made), "files": files}
-    return Found(about, made.asm["cubin"])
+    about = {"key": key.hex(), "arch": f"sm_{target.arch}", "kernel": repr(launch.kernel), "files": files}
+    return Found(about | build.about_of(what, made), made.asm["cubin"])
 
 
 def compiled_line(line: str, arch: int) -> tuple[bytes, Found | str]:

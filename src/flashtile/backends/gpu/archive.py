@@ -42,6 +42,8 @@ WHEEL, SUFFIX = "flashtile_kernels", ".ftk"
 PACKAGE = Path(__file__).parents[2]
 # No build has more; a damaged number must not make a process take all memory.
 _MOST_BYTES = 64 * 2**20
+# What reading a damaged build may raise.
+_DAMAGES = (ValueError, KeyError, IndexError, TypeError, struct.error)
 # Variables that do not change what a build is. Any other of Triton's may, so archives are off beside it.
 _HARMLESS = {
     "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR", "TRITON_CACHE_MANAGER",
@@ -57,10 +59,12 @@ class Found(NamedTuple):
     Attributes:
         about: What a launch must know of it, see ``build.about_of``.
         code: The driver's.
+        place: Path of the archive, empty for what is not in one yet.
     """
 
     about: dict[str, Any]
     code: bytes
+    place: str = ""
 
 
 def key_of(arch: str, text: str) -> bytes:
@@ -132,7 +136,7 @@ class Archive:
         about["files"] = [self._sources[n][0] for n in about["files"]]
         if about["key"] != key.hex():
             raise ValueError("is damaged: a build lies under another's key")
-        return Found(about, text[4 + length :])
+        return Found(about, text[4 + length :], str(self.place))
 
     def changed(self, found: Found) -> str:
         """A source file that is not the one that a build was made of; empty if there is none."""
@@ -171,21 +175,84 @@ def why_off() -> str:
 
 
 @functools.cache
-def archives() -> tuple[Archive, ...]:
-    """The archives that this process looks into, opened once: those that a setting names, else the installed ones."""
-    places = _places()
+def archives(arch: str = "") -> tuple[Archive, ...]:
+    """The archives that this process looks into, opened once: those that a setting names, else the installed ones.
+
+    Files that are installed are one for each architecture: those of the GPUs that are here, or of ``arch``.
+    """
+    places = [*named()] or [
+        file for file in installed() if (file.stem.rstrip("a") == arch if arch else _is_for_a_device(file.stem))
+    ]
     if places and why_off():
         _warn_once(f"archives of kernels are not used: {why_off()}")
         return ()
     found = []
     for place in places:
         try:
-            if not place.is_absolute():
-                raise ValueError("is not an absolute path")
-            found.append(Archive(place))
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-            warnings.warn(f"{place}, an archive of kernels, is not used: it {_reason(error)}", stacklevel=2)
+            found.append(opened(place))
+        except ValueError as error:
+            warnings.warn(f"{place}, an archive of kernels, is not used: it {error}", stacklevel=2)
     return tuple(found)
+
+
+def opened(place: Path) -> Archive:
+    """An archive that calls may use.
+
+    Raises:
+        ValueError: It is none; the text says why.
+    """
+    try:
+        if not place.is_absolute():
+            raise ValueError("is not an absolute path")
+        return Archive(place)
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise ValueError(_reason(error)) from error
+
+
+class Listed(NamedTuple):
+    """What is said of an archive.
+
+    Attributes:
+        place: Its path.
+        why_not: Why it is not used, empty if it is; if it cannot be read nothing else is known of it.
+        archs: Architectures that it has kernels for.
+        entries: Kernels.
+        stale: Those of them that were made of other sources than those that are installed.
+        damaged: Those of them that cannot be read.
+        size: Bytes.
+    """
+
+    place: str
+    why_not: str
+    archs: tuple[str, ...] = ()
+    entries: int = 0
+    stale: int = 0
+    damaged: int = 0
+    size: int = 0
+
+
+def listed() -> list[Listed]:
+    """All archives that are named or installed."""
+    return [_listed(place) for place in (*named(), *installed())]
+
+
+def _listed(place: Path) -> Listed:
+    try:
+        archive = opened(place)
+    except ValueError as error:
+        return Listed(str(place), str(error))
+    archs, stale, damaged = set(), 0, 0
+    for key in archive:
+        try:
+            found = archive.find(key)
+        except _DAMAGES:
+            damaged += 1
+            continue
+        assert found is not None
+        archs.add(found.about["arch"])
+        stale += bool(archive.changed(found))
+    why_not = why_off() or ("" if any(map(_is_for_a_device, archs)) else "no such GPU is here")
+    return Listed(str(place), why_not, tuple(sorted(archs)), archive.count, stale, damaged, place.stat().st_size)
 
 
 def _reason(error: Exception) -> str:
@@ -194,17 +261,20 @@ def _reason(error: Exception) -> str:
     return str(error) if type(error) is ValueError else f"is damaged: {type(error).__name__}"
 
 
-def _places() -> list[Path]:
-    named = settings.KERNELS.text()
-    if named.lower() == "off":
+def named() -> list[Path]:
+    """What ``FLASHTILE_KERNELS`` names."""
+    text = settings.KERNELS.text()
+    return [Path(each).expanduser() for each in text.split(os.pathsep) if each] if text.lower() != "off" else []
+
+
+def installed() -> list[Path]:
+    """The files of the package that is kernels alone, for whatever GPU; none if the setting is there."""
+    if settings.KERNELS.text() or (spec := importlib.util.find_spec(WHEEL)) is None:
         return []
-    if named:
-        return [Path(each).expanduser() for each in named.split(os.pathsep) if each]
-    spec = importlib.util.find_spec(WHEEL)
-    folders = [Path(each) for each in spec.submodule_search_locations or ()] if spec is not None else []
     # What lies in the folder that somebody happens to work in was not installed.
-    installed = [folder for folder in folders if folder.is_absolute() and folder.parent != Path.cwd()]
-    return sorted(file for folder in installed for file in folder.glob(f"*{SUFFIX}") if _is_for_a_device(file.stem))
+    folders = map(Path, spec.submodule_search_locations or ())
+    folders = (folder for folder in folders if folder.is_absolute() and folder.parent != Path.cwd())
+    return sorted(file for folder in folders for file in folder.glob(f"*{SUFFIX}"))
 
 
 @functools.cache
@@ -222,13 +292,16 @@ def _arch(device: int) -> str:
 
 def look_up(text: str | None, device: int) -> Found | None:
     """The build of a launch with this text, None for a launch without one, on a device."""
-    if text is None:
-        return None
-    key = key_of(_arch(device), text)
-    for each in archives():
+    return None if text is None else look_up_in(archives(), _arch(device), text)
+
+
+def look_up_in(among: tuple[Archive, ...], arch: str, text: str) -> Found | None:
+    """The build of a launch with this text for an architecture; a damaged or a stale one is a warning and none."""
+    key = key_of(arch, text)
+    for each in among:
         try:
             found = each.find(key)
-        except (ValueError, KeyError, IndexError, TypeError, struct.error) as error:
+        except _DAMAGES as error:
             _warn_once(f"{each.place}: a kernel is compiled instead: the archive {_reason(error)}")
             continue
         if found is None:
