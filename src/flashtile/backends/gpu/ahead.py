@@ -124,8 +124,9 @@ def compiled(key: bytes, launch: Launch, target: Any) -> Found | str:
     if (why := build.why_unknown(what, made)) is not None:
         return f"{launch.kernel.__name__}: {why}"
     files = sorted({*_ALWAYS, *(file for module in _modules(lower(launch)[0]) for file in files_of(module))})
-    about = {"key": key.hex(), "arch": f"sm_{target.arch}", "kernel": repr(launch.kernel), "files": files}
-    return Found(about | build.about_of(what, made), made.asm["cubin"])
+    names = {"key": key.hex(), "arch": f"sm_{target.arch}", "kernel": repr(launch.kernel)}
+    about = {**names, **build.about_of(what, made), "files": files}
+    return Found(about, made.asm["cubin"])
 
 
 def compiled_line(line: str, arch: int) -> tuple[bytes, Found | str]:

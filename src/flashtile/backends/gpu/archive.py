@@ -42,8 +42,10 @@ WHEEL, SUFFIX = "flashtile_kernels", ".ftk"
 PACKAGE = Path(__file__).parents[2]
 # No build has more; a damaged number must not make a process take all memory.
 _MOST_BYTES = 64 * 2**20
-# What reading a damaged build may raise.
-_DAMAGES = (ValueError, KeyError, IndexError, TypeError, struct.error)
+# What reading a file that anything may stand in raises.
+DAMAGE = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, struct.error,
+)  # fmt: skip
 # Variables that do not change what a build is. Any other of Triton's may, so archives are off beside it.
 _HARMLESS = {
     "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR", "TRITON_CACHE_MANAGER",
@@ -205,7 +207,7 @@ def opened(place: Path) -> Archive:
         if not place.is_absolute():
             raise ValueError("is not an absolute path")
         return Archive(place)
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+    except DAMAGE as error:
         raise ValueError(_reason(error)) from error
 
 
@@ -245,7 +247,7 @@ def _listed(place: Path) -> Listed:
     for key in archive:
         try:
             found = archive.find(key)
-        except _DAMAGES:
+        except DAMAGE:
             damaged += 1
             continue
         assert found is not None
@@ -301,7 +303,7 @@ def look_up_in(among: tuple[Archive, ...], arch: str, text: str) -> Found | None
     for each in among:
         try:
             found = each.find(key)
-        except _DAMAGES as error:
+        except DAMAGE as error:
             _warn_once(f"{each.place}: a kernel is compiled instead: the archive {_reason(error)}")
             continue
         if found is None:
