@@ -10,10 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flashtile.backends.gpu import archive
 from flashtile.backends.gpu.ahead import Recorder
 from flashtile.backends.gpu.archive import ENTRY, HEAD, MAGIC, Archive
 
 Spoil = Callable[[Path, bytes], object]
+
+
+def forget() -> None:
+    """What this process knows of archives."""
+    for name in ("archives", "_warn_once", "why_off", "digest_of", "_arch", "_is_for_a_device"):
+        if hasattr(cached := getattr(archive, name), "cache_clear"):
+            cached.cache_clear()
 
 
 def _bytes(change: Callable[[bytearray], object]) -> Spoil:

@@ -20,7 +20,7 @@ from flashtile.backends.gpu import ahead, archive, build, host
 from flashtile.backends.gpu.archive import Archive
 from flashtile.backends.gpu.launch import Launch, lower, text_of
 from flashtile.core import trusted
-from tests.archive.hostile import HOSTILE, IN_PART
+from tests.archive.hostile import HOSTILE, IN_PART, forget
 from tests.archive.machine import Driver, attend, present
 from tests.fuzz.drawn import draw
 from tests.fuzz.launches import started
@@ -48,12 +48,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No archive but those that a test names, and no build of another test."""
-
-    def forget() -> None:
-        for name in ("archives", "_warn_once", "why_off", "digest_of", "_arch", "_is_for_a_device"):
-            if hasattr(cached := getattr(archive, name), "cache_clear"):
-                cached.cache_clear()
-
     monkeypatch.setattr(build, "_builds", {})
     for name in [name for name in os.environ if name.startswith("TRITON_") and name != "TRITON_CACHE_DIR"]:
         monkeypatch.delenv(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, Unpack
@@ -38,6 +39,9 @@ def explain(
     default, unless given. Nothing is computed. Tensors on the meta device give results of the right shapes in a call,
     from no backend, and it says so.
 
+    On a GPU it also says of each kernel whether this process has it, an archive has it or it will be compiled, and what
+    this process has loaded and compiled so far: docs/kernels-ahead.md.
+
     Returns:
         A few lines of text.
     """
@@ -48,22 +52,42 @@ def explain(
         problem = cached_problem.problem_of(over, settings)
         if problem.device_type == "cpu":
             cached_problem.check_values(problem, over)
-        return _explained(problem, backend)
+        return _explained(backend, over.q.device, [(problem, over, None)])
     if asked.precision is not None or isinstance(q, Quantized):
         refuse_functions(*asked.functions)
         calls = quantized_calls().calls(tensors, asked, None)
-        return "\n".join(_explained(problem, backend, each) for problem, _, each in calls)
+        place = q.q.device if isinstance(q, Quantized) else q.device
+        return _explained(backend, place, calls, lambda: quantized_calls().rounding_builds(tensors, asked, place))
     options = options_of(tensors, asked)
-    problem = Problem.of(autocast.cast(tensors, q.device.type), options)
+    given = autocast.cast(tensors, q.device.type)
+    problem = Problem.of(given, options)
     if problem.varlen and problem.device_type == "cpu":
         check_values(problem, tensors)
-    return _explained(problem, backend)
+    return _explained(backend, q.device, [(problem, given, None)])
 
 
-def _explained(problem: Problem, backend: str | None, only: Direction | None = None) -> str:
-    if problem.device_type == "meta":
-        return f"{dispatch.describe_problem(problem)}\nno backend: a call makes results of the right shapes alone"
-    return dispatch.explain(problem, backend, only)
+def _explained(
+    backend: str | None,
+    device: torch.device,
+    calls: Sequence[tuple[Problem, Any, Direction | None]],
+    rounding: Callable[[], list[Build]] = list,
+) -> str:
+    """What is said of calls on a device, each with its tensors, of all its directions or of one, and what rounds."""
+    if device.type == "meta":
+        of_calls = (dispatch.describe_problem(problem) for problem, *_ in calls)
+        return "\n".join(f"{said}\nno backend: a call makes results of the right shapes alone" for said in of_calls)
+    if device.type != "cuda":
+        return "\n".join(dispatch.explain(problem, backend, only) for problem, _, only in calls)
+    from flashtile.backends.gpu.build import used  # what few programs need is not loaded by all
+    from flashtile.call.prepared import without_data
+
+    with torch.cuda.device(device):
+        said = ["rounding to 8 bits:", *map(dispatch.line_of, made)] if (made := rounding()) else []
+        said += [
+            dispatch.explain(problem, backend, only, _with_state(without_data(tensors), problem))
+            for problem, tensors, only in calls
+        ]
+    return "\n".join(filter(None, (*said, used())))
 
 
 def options_of(tensors: Tensors, asked: Asked) -> Options:
@@ -189,9 +213,8 @@ def _warm_up(given: _Given, device: torch.device | str, backward: bool, keywords
     else:
         options = wanting(tensors, options_of(tensors, asked), backward)
         shapes = autocast.cast(without_data(tensors), place.type)
-        if options.dropout_p > 0:
-            shapes = dataclasses.replace(shapes, rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
         problem = Problem.of(shapes, options).but(**where, gpu=gpu_name(place) if gpu is None else "")
+        shapes = _with_state(shapes, problem)
         calls = [(problem, shapes, direction) for direction in directions_of(problem)]
     wanted: list[tuple[str, str, Build]] = []
     with torch.cuda.device(place) if gpu is None and place.type == "cuda" else nullcontext():
@@ -205,6 +228,13 @@ def _warm_up(given: _Given, device: torch.device | str, backward: bool, keywords
     # Compilers run in their own processes, so threads are enough to build kernels in parallel.
     with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as pool:
         return list(pool.map(_make, wanted))
+
+
+def _with_state(shapes: Any, problem: Problem) -> Any:
+    """The tensors with the state of the random numbers, which a call makes itself."""
+    if not problem.dropout_p:
+        return shapes
+    return dataclasses.replace(shapes, rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
 
 
 def _device(device: torch.device | str) -> torch.device:

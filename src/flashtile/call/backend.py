@@ -301,6 +301,8 @@ Given = tuple[()] | tuple[Tensor, Tensor | None]
 
 # What a compiler calls when the rest of its work leaves Python free: it starts the builds that a call needs next.
 MEANWHILE: ContextVar[Callable[[], None] | None] = ContextVar("MEANWHILE", default=None)
+# Whether a kernel came from an archive: then it is called once all of a plan's have, unless a compiler does.
+LOADED: ContextVar[bool] = ContextVar("LOADED", default=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,10 +312,12 @@ class Build:
     Attributes:
         name: The kernel's name.
         make: Compiles it, or finds it compiled. May run in several threads at once for the builds of one call.
+        source: Says where its code comes from, or would come from, without making it.
     """
 
     name: str
     make: Callable[[], object]
+    source: Callable[[], str] = str
 
 
 class Backend(Protocol):

@@ -8,9 +8,11 @@ from typing import Annotated
 import torch
 import typer
 
-from flashtile.call.arguments import band_of, checked
+from flashtile.backends.gpu.described import described_tensors
+from flashtile.call.arguments import Tensors, band_of, checked
 from flashtile.call.backend import Direction, directions_of
-from flashtile.call.problem import Problem, described, gpu_name
+from flashtile.call.gpus import gpu_of
+from flashtile.call.problem import AHEAD, Problem, described, gpu_name
 from flashtile.cli.options import MOST, DeviceType, DtypeName
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError
@@ -100,7 +102,15 @@ def explain(
         deterministic=deterministic,
         needs_grad=grad,
     )
-    typer.echo(dispatch.explain(problem, backend) if arch is None else _explain_elsewhere(problem, backend))
+    shapes = described_tensors(problem) if device_type == "cuda" else None
+    if arch is None:
+        typer.echo(dispatch.explain(problem, backend, shapes=shapes))
+        return
+    token = AHEAD.set(gpu_of(f"sm_{arch.replace('.', '')}"))
+    try:
+        typer.echo(_explain_elsewhere(problem, backend, shapes))
+    finally:
+        AHEAD.reset(token)
 
 
 def _device(device: DeviceType, arch: str | None) -> tuple[str, tuple[int, int] | None]:
@@ -121,7 +131,7 @@ def _device(device: DeviceType, arch: str | None) -> tuple[str, tuple[int, int] 
     return "cuda", None if torch.version.hip else torch.cuda.get_device_capability()
 
 
-def _explain_elsewhere(problem: Problem, name: str | None) -> str:
+def _explain_elsewhere(problem: Problem, name: str | None, shapes: Tensors) -> str:
     """Like ``dispatch.explain``, but ignores what this machine lacks: the call would run on another machine."""
     name = name or settings.BACKEND.get() or None
     assert problem.compute_capability is not None
@@ -136,6 +146,7 @@ def _explain_elsewhere(problem: Problem, name: str | None) -> str:
                 f"{name or 'no backend'} {'cannot run' if name else 'supports'} this {direction}", asked
             )
         lines.append(f"{direction}: {chosen}: {dispatch.backend(chosen).describe(problem, direction)}")
+        lines += dispatch.kernels(dispatch.backend(chosen), problem, direction, shapes)
         for each, why in against.items():
             if each != chosen:
                 lines.append(f"  not {each}: {'; '.join(why) or f'could run it too, but {chosen} was taken'}")

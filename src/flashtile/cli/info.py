@@ -6,6 +6,8 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections import Counter
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -14,15 +16,19 @@ from rich.console import Console
 from rich.table import Table
 
 from flashtile import __version__
-from flashtile.backends.gpu import build
+from flashtile.backends.gpu import archive, build
 from flashtile.call.backend import Capabilities
 from flashtile.call.problem import Problem, described
+from flashtile.core import settings
+from flashtile.core.errors import InvalidInputError
 from flashtile.ops import dispatch
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False) -> None:
     """What this machine is, and which backends can run on it."""
-    facts = {**machine(), "backends": [_backend(name) for name in dispatch.NAMES]}
+    by_triton = f"{settings.LAUNCHER.name} is triton" if settings.LAUNCHER.get() else ""
+    kernels = [each._asdict() | {"why_not": each.why_not or by_triton} for each in archive.listed()]
+    facts = {**machine(), "backends": [_backend(name) for name in dispatch.NAMES], "kernels": kernels, **_recorded()}
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
@@ -30,6 +36,14 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON ob
     console.print(_machine_table(facts))
     console.print(_backend_table(facts["backends"]))
     console.print("Which one a call takes, and why not another: flashtile explain", style="dim")
+    if kernels:
+        console.print(_kernel_table(kernels))
+    else:
+        off = settings.KERNELS.text() and f", {settings.KERNELS.name} is {settings.KERNELS.text()}"
+        console.print(f"Kernels built ahead: none{off or ', no package of them is installed'}", highlight=False)
+    if facts["recorded"] is not None:
+        names = ", ".join(f"{count} {name}" for name, count in facts["recorded"].items())
+        console.print(f"{settings.RECORD.text()}: {names or 'nothing'} had to be compiled", highlight=False)
 
 
 def machine() -> dict[str, Any]:
@@ -107,6 +121,19 @@ def _simplest(capabilities: Capabilities, device_type: str) -> Problem:
     )
 
 
+def _recorded() -> dict[str, Any]:
+    """How many kernels of each name runs have compiled, as they wrote it down; None if they are not told to."""
+    if not (place := settings.RECORD.text()):
+        return {"recorded": None}
+    try:
+        lines = set(Path(place).expanduser().read_text().splitlines())
+        return {"recorded": dict(Counter(sorted(json.loads(line)[0][-1] for line in lines)))}
+    except FileNotFoundError:
+        return {"recorded": {}}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InvalidInputError(settings.RECORD.name, f"names {place}, which is no list of kernels: {error}") from None
+
+
 def _machine_table(facts: dict[str, Any]) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for key in ("flashtile", "python", "torch", "triton"):
@@ -128,4 +155,17 @@ def _backend_table(backends: list[dict[str, Any]]) -> Table:
         table.add_column(column)
     for row in backends:
         table.add_row(row["name"], row["runs_on"], "yes" if row["usable"] else "no", "; ".join(row["reasons"]) or "-")
+    return table
+
+
+def _kernel_table(kernels: list[dict[str, Any]]) -> Table:
+    where = settings.KERNELS.name if settings.KERNELS.text() else "installed"
+    table = Table(title=f"Kernels built ahead ({where})", title_justify="left")
+    for column in ("archive", "for", "kernels", "stale", "MB", "used here"):
+        table.add_column(column, overflow="fold")
+    for row in kernels:
+        stale = f"{row['stale']}, {row['damaged']} damaged" if row["damaged"] else str(row["stale"])
+        counts = (str(row["entries"]), stale, f"{row['size'] / 1e6:.2f}") if row["size"] else ("?", "?", "?")
+        used = f"no: {row['why_not']}" if row["why_not"] else "yes"
+        table.add_row(row["place"], ", ".join(row["archs"]), *counts, used)
     return table

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
+from typing import Any
 
 from flashtile.call.arguments import BACKENDS, Grads, checked
-from flashtile.call.backend import FEATURES, Backend, Capabilities, Direction, Feature, directions_of
+from flashtile.call.backend import FEATURES, Backend, Build, Capabilities, Direction, Feature, directions_of
 from flashtile.call.problem import TINY, Problem
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError
@@ -137,14 +138,19 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
     return backend(name)
 
 
-def explain(problem: Problem, name: str | None = None, only: Direction | None = None) -> str:
-    """Which backend runs each direction of a problem, or only one, with which tiles, and why the others do not."""
+def explain(problem: Problem, name: str | None = None, only: Direction | None = None, shapes: Any = None) -> str:
+    """Which backend runs each direction of a problem, or only one, with which tiles, and why the others do not.
+
+    With ``shapes``, the call's tensors on the meta device, also where each kernel of the current GPU comes from.
+    """
     lines = [describe_problem(problem)]
     for direction in directions_of(problem) if only is None else (only,):
         chosen = select(problem, direction, name)
         parts = [f"{b.name}: {b.describe(p, direction)}" for b, p in shares(chosen, problem, direction)]
         apart = " and ".join(_APART[each] for each in _apart(chosen, problem, direction))
         lines.append(f"{direction}: {f'; gradient of {apart}: '.join(parts)}")
+        if shapes is not None:
+            lines += kernels(chosen, problem, direction, shapes)
         for other in NAMES:
             if other != chosen.name:
                 against = "; ".join(reasons(other, problem, direction))
@@ -155,6 +161,17 @@ def explain(problem: Problem, name: str | None = None, only: Direction | None = 
                     )
                 lines.append(f"  not {other}: {against}")
     return "\n".join(lines)
+
+
+def kernels(chosen: Backend, problem: Problem, direction: Direction, shapes: Any) -> list[str]:
+    """A line for each kernel of a direction: where its code comes from."""
+    of_shares = shares(chosen, problem, direction)
+    return [line_of(build) for each, share in of_shares for build in each.builds(share, shapes, direction)]
+
+
+def line_of(build: Build) -> str:
+    """What ``explain`` says of a kernel."""
+    return f"  kernel {build.name}: {build.source()}"
 
 
 def describe_problem(problem: Problem) -> str:

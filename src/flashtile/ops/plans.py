@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flashtile.call.arguments import Options, is_plain, option_values
 from flashtile.call.axes import is_aligned
-from flashtile.call.backend import MEANWHILE, Backend, Direction, Given, Gradients, Plan, directions_of
+from flashtile.call.backend import LOADED, MEANWHILE, Backend, Direction, Given, Gradients, Plan, directions_of
 from flashtile.call.problem import TINY, Problem, Tensors
 from flashtile.ops import dispatch
 
@@ -76,12 +76,16 @@ class Family:
 
 @contextlib.contextmanager
 def building_ahead(backward: Backend, problem: Problem, like: Tensors) -> Iterator[None]:
-    """Within, while a forward's kernel is compiled, those of the backward are."""
-    token = MEANWHILE.set(functools.partial(_build_backward, backward, problem, like))
+    """Within, while a forward's kernel is compiled, those of the backward are; once it came from an archive, after."""
+    start = functools.partial(_build_backward, backward, problem, like)
+    token, loaded = MEANWHILE.set(start), LOADED.set(False)
     try:
         yield
+        if LOADED.get() and MEANWHILE.get() is start:
+            start()
     finally:
         MEANWHILE.reset(token)
+        LOADED.reset(loaded)
 
 
 def _build_backward(chosen: Backend, problem: Problem, like: Tensors) -> None:

@@ -97,7 +97,7 @@ class Recorder:
         files = sorted({file for found in self.builds.values() for file in found.about["files"]})
         numbers, index, blobs, at = {file: n for n, file in enumerate(files)}, [], [], 0
         for key in sorted(self.builds):
-            about, code = self.builds[key]
+            about, code, _ = self.builds[key]
             text = _json({**about, "files": [numbers[file] for file in about["files"]]})
             raw = struct.pack("<I", len(text)) + text + code
             blobs.append(zlib.compress(raw, 9))

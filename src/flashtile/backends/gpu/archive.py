@@ -63,10 +63,12 @@ class Found(NamedTuple):
     Attributes:
         about: What a launch must know of it, see ``build.about_of``.
         code: The driver's.
+        place: Path of the archive, empty for what is not in one yet.
     """
 
     about: dict[str, Any]
     code: bytes
+    place: str = ""
 
 
 def key_of(arch: str, text: str) -> bytes:
@@ -112,7 +114,7 @@ class Archive:
         if hashlib.sha256(self._index).digest() != digest:
             raise ValueError("is damaged: its index has another digest")
         self.about: dict[str, Any] = json.loads(_inflated(self._index[at:], _MOST_BYTES))
-        self.archs = {str(each) for each in self.about["archs"]}
+        self.archs = tuple(map(str, self.about["archs"]))
         self._sources = list(self.about["sources"].items())
 
     def _read(self, at: int, size: int) -> bytes:
@@ -149,7 +151,7 @@ class Archive:
         if about["key"] != key.hex():
             raise ValueError("is damaged: a build lies under another's key")
         _check(about)
-        return Found(about, text[4 + length :])
+        return Found(about, text[4 + length :], str(self.place))
 
     def changed(self, found: Found) -> str:
         """A source file that is not the one that a build was made of; empty if there is none."""
@@ -201,21 +203,81 @@ def why_off() -> str:
 
 
 @functools.cache
-def archives() -> tuple[Archive, ...]:
-    """The archives that this process looks into, opened once: those that a setting names, else the installed ones."""
-    places = _places()
+def archives(arch: str = "") -> tuple[Archive, ...]:
+    """The archives that this process looks into, opened once: those that a setting names, else the installed ones.
+
+    Files that are installed are one for each architecture: those of the GPUs that are here, or of ``arch``.
+    """
+    places = [*named()] or [
+        file for file in installed() if (file.stem.rstrip("a") == arch if arch else _is_for_a_device(file.stem))
+    ]
     if places and why_off():
         _warn_once(f"archives of kernels are not used: {why_off()}")
         return ()
     found = []
     for place in places:
         try:
-            if not place.is_absolute():
-                raise ValueError("is not an absolute path")
-            found.append(Archive(place))
-        except DAMAGE as error:
-            warnings.warn(f"{place}, an archive of kernels, is not used: it {_reason(error)}", stacklevel=2)
+            found.append(opened(place))
+        except ValueError as error:
+            warnings.warn(f"{place}, an archive of kernels, is not used: it {error}", stacklevel=2)
     return tuple(found)
+
+
+def opened(place: Path) -> Archive:
+    """An archive that calls may use.
+
+    Raises:
+        ValueError: It is none; the text says why.
+    """
+    try:
+        if not place.is_absolute():
+            raise ValueError("is not an absolute path")
+        return Archive(place)
+    except DAMAGE as error:
+        raise ValueError(_reason(error)) from error
+
+
+class Listed(NamedTuple):
+    """What is said of an archive.
+
+    Attributes:
+        place: Its path.
+        why_not: Why it is not used, empty if it is; if it cannot be read nothing else is known of it.
+        archs: Architectures that it has kernels for.
+        entries: Kernels.
+        stale: Those of them that were made of other sources than those that are installed.
+        damaged: Those of them that cannot be read.
+        size: Bytes.
+    """
+
+    place: str
+    why_not: str
+    archs: tuple[str, ...] = ()
+    entries: int = 0
+    stale: int = 0
+    damaged: int = 0
+    size: int = 0
+
+
+def listed() -> list[Listed]:
+    """All archives that are named or installed."""
+    return [_listed(place) for place in (*named(), *installed())]
+
+
+def _listed(place: Path) -> Listed:
+    try:
+        archive = opened(place)
+    except ValueError as error:
+        return Listed(str(place), str(error))
+    stale, damaged = 0, 0
+    for key in archive:
+        try:
+            found = archive.find(key)
+            stale += found is not None and archive.changed(found) != ""
+        except DAMAGE:
+            damaged += 1
+    why_not = why_off() or ("" if any(map(_is_for_a_device, archive.archs)) else "no such GPU is here")
+    return Listed(str(place), why_not, archive.archs, archive.count, stale, damaged, place.stat().st_size)
 
 
 def _reason(error: Exception) -> str:
@@ -224,17 +286,20 @@ def _reason(error: Exception) -> str:
     return str(error) if type(error) is ValueError else f"is damaged: {type(error).__name__}"
 
 
-def _places() -> list[Path]:
-    named = settings.KERNELS.text()
-    if named.lower() == "off":
+def named() -> list[Path]:
+    """What ``FLASHTILE_KERNELS`` names."""
+    text = settings.KERNELS.text()
+    return [Path(each).expanduser() for each in text.split(os.pathsep) if each] if text.lower() != "off" else []
+
+
+def installed() -> list[Path]:
+    """The files of the package that is kernels alone, for whatever GPU; none if the setting is there."""
+    if settings.KERNELS.text() or (spec := importlib.util.find_spec(WHEEL)) is None:
         return []
-    if named:
-        return [Path(each).expanduser() for each in named.split(os.pathsep) if each]
-    spec = importlib.util.find_spec(WHEEL)
-    folders = [Path(each) for each in spec.submodule_search_locations or ()] if spec is not None else []
     # What lies in the folder that somebody happens to work in was not installed.
-    installed = [folder for folder in folders if folder.is_absolute() and folder.parent != Path.cwd()]
-    return sorted(file for folder in installed for file in folder.glob(f"*{SUFFIX}") if _is_for_a_device(file.stem))
+    folders = map(Path, spec.submodule_search_locations or ())
+    folders = (folder for folder in folders if folder.is_absolute() and folder.parent != Path.cwd())
+    return sorted(file for folder in folders for file in folder.glob(f"*{SUFFIX}"))
 
 
 @functools.cache
@@ -252,10 +317,13 @@ def _arch(device: int) -> str:
 
 def look_up(text: str | None, device: int) -> Found | None:
     """The build of a launch with this text, None for a launch without one, on a device."""
-    if text is None:
-        return None
-    key = key_of(_arch(device), text)
-    for each in archives():
+    return None if text is None else look_up_in(archives(), _arch(device), text)
+
+
+def look_up_in(among: tuple[Archive, ...], arch: str, text: str) -> Found | None:
+    """The build of a launch with this text for an architecture; a damaged or a stale one is a warning and none."""
+    key = key_of(arch, text)
+    for each in among:
         try:
             found = each.find(key)
             changed = each.changed(found) if found is not None else ""
@@ -267,9 +335,9 @@ def look_up(text: str | None, device: int) -> Found | None:
         if not changed:
             return found
         _warn_once(f"{each.place}: what is made of {changed} is compiled anew, since that file has changed")
-    if archives() and not any(_arch(device) in each.archs for each in archives()):
-        held = "; ".join(f"{each.place} is for {', '.join(sorted(each.archs)) or 'none'}" for each in archives())
-        _warn_once(f"no archive of kernels is for this GPU, {_arch(device)}: {held}")
+    if among and not any(arch in each.archs for each in among):
+        held = "; ".join(f"{each.place} is for {', '.join(each.archs) or 'none'}" for each in among)
+        _warn_once(f"no archive of kernels is for this GPU, {arch}: {held}")
     return None
 
 

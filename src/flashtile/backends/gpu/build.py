@@ -8,9 +8,10 @@ import importlib
 import os
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ import torch
 from flashtile.backends.gpu import archive, driver
 from flashtile.backends.gpu.launch import Launch, Specialisation, compile_kernel, lower, specialise, text_of
 from flashtile.call import backend as base
+from flashtile.call.backend import LOADED
+from flashtile.call.gpus import Gpu
 from flashtile.call.problem import AHEAD
 from flashtile.core import settings
 from flashtile.core.errors import UnsupportedError
@@ -38,6 +41,7 @@ class Build:
         layout: Layout of its argument block; None if it cannot be launched without Triton.
         places: Of each run-time leaf, in order: the 64-bit word of a block that its address is written to, None for a
             number, and of a tensor descriptor (box, swizzle, bytes of an element).
+        archive: Path of the archive that it was loaded from, empty if it was compiled.
     """
 
     compiled: Any
@@ -46,6 +50,7 @@ class Build:
     function: int
     layout: driver.BlockLayout | None
     places: list[tuple[int | None, tuple[Any, ...] | None]]
+    archive: str = ""
 
 
 # Keys keep their kernels alive; the tensor maps' makers keep Gluon's layouts alive.
@@ -89,14 +94,26 @@ def _compiled(launch: Launch, device: int) -> Build:
         raise UnsupportedError(
             f"the kernel {launch.kernel.__name__} of this call is in no archive of kernels, and to be compiled it {why}"
         )
-    if place := settings.RECORD.text():
-        from flashtile.backends.gpu.ahead import as_json  # what few programs need is not loaded by all
-
-        with open(os.path.expanduser(place), "a") as file:
-            file.write(as_json(launch) + "\n")
+    if (place := settings.RECORD.text()) and torch.version.hip is None:  # archives hold no code for AMD
+        _record(launch, os.path.expanduser(place))
+    start_hashing()
     what = specialise(launch)
     with _alone(launch):
         return make_build(what, load(launch, what, device))
+
+
+def _record(launch: Launch, place: str) -> None:
+    """Adds a line to the list of what was compiled. One write, so that lines of several processes stay whole."""
+    from flashtile.backends.gpu.ahead import as_json  # what few programs need is not loaded by all
+
+    try:
+        file = os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(file, f"{as_json(launch)}\n".encode())
+        finally:
+            os.close(file)
+    except OSError as error:  # the call itself can go on
+        warnings.warn(f"{settings.RECORD.name}: {place} cannot be written: {error.strerror}", stacklevel=4)
 
 
 @contextmanager
@@ -127,8 +144,9 @@ def _from_archive(launch: Launch, lowered: tuple[Any, ...], device: int) -> Buil
     if (found := archive.look_up(text_of(lowered), device)) is None:
         return None
     try:
-        made = known_build(found.about, archive.load(found, device))
+        made = replace(known_build(found.about, archive.load(found, device)), archive=found.place)
         if len(made.names) == len(lower(launch)[1]):
+            LOADED.set(True)
             return made
         why = f"it takes {len(made.names)} arguments"
     except (driver.DriverError, *archive.DAMAGE) as error:
@@ -141,7 +159,7 @@ def load(launch: Launch, what: Specialisation, device: int) -> Any:
     """Triton's compiled kernel, loaded on a device."""
     from triton.runtime import driver as triton_driver
 
-    _start_hashing().join()
+    start_hashing().join()
     with torch.cuda.device(device):
         compiled = compile_kernel(launch.kernel, what, launch.options, triton_driver.active.get_current_target())
         # Triton's launcher knows no tensor maps in records: it takes each leaf as a parameter, as the kernel does.
@@ -153,14 +171,14 @@ def load(launch: Launch, what: Specialisation, device: int) -> Any:
     return compiled
 
 
-@functools.cache
-def start_hashing() -> threading.Thread | None:
-    """``_start_hashing``, unless archives are expected to have all that a call needs."""
-    return None if archive.archives() else _start_hashing()
+def expect_compiling() -> None:
+    """``start_hashing``, unless archives are expected to have all that a call needs."""
+    if not archive.archives():
+        start_hashing()
 
 
 @functools.cache
-def _start_hashing() -> threading.Thread:
+def start_hashing() -> threading.Thread:
     """Has Triton hash its own 400 MB, for the keys of its cache, while a process imports its first kernels."""
     thread = threading.Thread(target=_hash)
     thread.start()
@@ -257,18 +275,68 @@ def is_direct() -> bool:
 def builds(launches: Mapping[str, Launch]) -> list[base.Build]:
     """The result of ``Backend.builds`` for launches by name: on the current device, or for that of ``call.gpus``."""
     if (gpu := AHEAD.get()) is not None:
-        from triton.backends.compiler import GPUTarget
-
         from flashtile.backends.gpu.ahead import RECORDER
 
-        target, recorder = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size), RECORDER.get()
+        recorder = RECORDER.get()
         return [
             base.Build(
                 name,
-                functools.partial(compile_kernel, each.kernel, specialise(each), each.options, target)
-                if recorder is None else functools.partial(recorder.build, each, target),
+                functools.partial(_make_ahead, launch, gpu, recorder),
+                functools.partial(_source_ahead, launch, gpu),
             )
-            for name, each in launches.items()
-        ]  # fmt: skip
+            for name, launch in launches.items()
+        ]
     device = torch.cuda.current_device()
-    return [base.Build(name, functools.partial(find_build, launch, device)) for name, launch in launches.items()]
+    return [
+        base.Build(name, functools.partial(find_build, launch, device), functools.partial(_source, launch, device))
+        for name, launch in launches.items()
+    ]
+
+
+def _make_ahead(launch: Launch, gpu: Gpu, recorder: Any) -> None:
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
+    if recorder is None:
+        compile_kernel(launch.kernel, specialise(launch), launch.options, target)
+    else:
+        recorder.build(launch, target)
+
+
+# -- what is said of builds without making them ----------------------------------------------------------------------
+
+
+def _source(launch: Launch, device: int) -> str:
+    lowered = lower(launch)[0]
+    if (made := _builds.get((device, *lowered))) is not None:
+        return (
+            f"from an archive ({made.archive}), loaded already" if made.archive else "compiled already in this process"
+        )
+    found = archive.look_up(text_of(lowered), device) if archive.archives() and is_direct() else None
+    if found is None and (why := _no_compiler(gluon=False)):
+        return f"in no archive, and to be compiled it {why}"
+    return _said(launch, found)
+
+
+def _source_ahead(launch: Launch, gpu: Gpu) -> str:
+    text, arch = text_of(lower(launch)[0]), f"sm_{gpu.arch}"
+    return _said(launch, text and archive.look_up_in(archive.archives(arch), arch, text))
+
+
+def _said(launch: Launch, found: archive.Found | None) -> str:
+    if found is not None:
+        return f"from an archive ({found.place})"
+    # As H100 hosts measured them: Gluon's kernels, Triton's, and the short ones beside them.
+    kernel = launch.kernel
+    seconds = 1 if "attention" not in kernel.__name__ else 8 if ".hopper." in repr(kernel) else 2
+    return f"will be compiled (about {seconds} s, unless Triton's cache has it)"
+
+
+def used() -> str:
+    """How many kernels this process has from archives, and which it has compiled; empty if there is none."""
+    if not (made := _builds.copy()):
+        return ""
+    compiled = Counter(key[1].__name__ for key, each in made.items() if not each.archive)
+    names = ", ".join(f"{count} {name}" if count > 1 else name for name, count in compiled.items())
+    from_archives = len(made) - compiled.total()
+    return f"this process so far: {from_archives} from archives, {compiled.total()} compiled{names and f' ({names})'}"

@@ -95,7 +95,7 @@ class _Backend:
 
     def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = ()) -> Plan:
         if problem.device_type == "cuda":
-            build.start_hashing()
+            build.expect_compiling()
         make = _plan_class(_folder(problem, direction))
         if direction == "forward" and splits_keys(problem):
             from flashtile.backends.gpu.decode.split_forward import SplitForwardPlan

@@ -105,7 +105,7 @@ class PortableBackend:
         row sums, then one kernel for dk with dv (or one each) and one for dq with dbias (or one each), as needed.
         """
         if problem.device_type == "cuda":
-            build.start_hashing()
+            build.expect_compiling()
         module, name = _PLANS[direction]
         make = getattr(importlib.import_module(f"flashtile.backends.{module}.launch"), name)
         if direction == "forward" and decode.splits_keys(problem):

@@ -6,14 +6,13 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.gpu.device import softmax
 from flashtile.backends.gpu.host import Step, run
 from flashtile.backends.gpu.launch import Launch, Pointer
+from flashtile.backends.gpu.named import device_code
 
+_kernels = device_code("flashtile.backends.gpu.decode.merge_kernel")
 _ROWS, _OPERANDS = 16, ("a", "lse_a", "b", "lse_b", "merged", "lse_merged")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -40,26 +39,6 @@ class Shape(NamedTuple):
     DIM: Any
     BLOCK_DIM: Any
     ROWS: Any
-
-
-@triton.jit
-def merge_states(a, b, merged, shape):
-    """Writes the ``State`` merged of two others, a and b."""
-    DIM: tl.constexpr = shape.DIM
-    row = tl.program_id(0) * shape.ROWS + tl.arange(0, shape.ROWS)
-    exists = row < shape.rows
-    token, h = row // shape.num_heads, row % shape.num_heads
-    lse_at = (token // shape.seqlen * shape.num_heads + h).to(tl.int64) * shape.seqlen + token % shape.seqlen
-    col = tl.arange(0, shape.BLOCK_DIM)[None, :]
-    at, inside = row.to(tl.int64)[:, None] * DIM + col, exists[:, None] & (col < DIM)
-    out, lse = softmax.merge(
-        tl.load(a.out + at, mask=inside, other=0.0).to(tl.float32),
-        tl.load(a.lse + lse_at, mask=exists, other=float("-inf")),
-        tl.load(b.out + at, mask=inside, other=0.0).to(tl.float32),
-        tl.load(b.lse + lse_at, mask=exists, other=float("-inf")),
-    )
-    tl.store(merged.out + at, out.to(merged.out.dtype.element_ty), mask=inside)
-    tl.store(merged.lse + lse_at, lse, mask=exists)
 
 
 def can_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> bool:
@@ -91,5 +70,5 @@ def _step(shape: torch.Size, dtype_a: torch.dtype, dtype_b: torch.dtype, device:
         name: State(Pointer(dtype, name), Pointer(torch.float32, f"lse_{name}")) for name, dtype in states.items()
     }
     arguments["shape"] = Shape(rows, seqlen, num_heads, dim, max(16, 1 << (dim - 1).bit_length()), _ROWS)
-    launch = Launch(merge_states, -(-rows // _ROWS), arguments, {"num_warps": 4, "num_stages": 1})
+    launch = Launch(_kernels.merge_states, -(-rows // _ROWS), arguments, {"num_warps": 4, "num_stages": 1})
     return Step(launch, _OPERANDS, device)
