@@ -30,7 +30,9 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu import ahead, archive, build, host, launch
+from flashtile.backends.gpu.decode import merge
 from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.ops import plans
 from tests import cases as plain
 from tests.kvcache import cases as cached
 from tests.quantization import cases as quantized
@@ -106,12 +108,14 @@ def _list(args: argparse.Namespace) -> dict[str, Any]:
 
     patches: list[tuple[Any, str, Any]] = [(host.Step, "__init__", keep)]
     places = (plain, "assert_right"), (plain, "assert_forward_right"), (cached, "judge_results"), (host.Step, "start")
-    patches += [(place, name, lambda *given: None) for place, name in places]
+    patches += [(place, name, lambda *given, **named: None) for place, name in places]
     with ExitStack() as entered:
         for patch in patches:
             entered.enter_context(mock.patch.object(*patch))
         for item in _share(args):
-            with suppress(AssertionError):  # nothing has written the numbers that are judged
+            # Nothing has written the numbers that are judged; a launch that is missed for it fails where it runs.
+            merge._step.cache_clear()
+            with suppress(Exception, pytest.fail.Exception), plans.own_plans():
                 item.judge(item.make())
             found[item.name] = list({ahead.as_json(each): None for each in launches if each.programs})
             launches.clear()
@@ -188,7 +192,7 @@ def _count(counts: Counter[str], place: Any, name: str) -> None:
 
 
 def _digest(x: Tensor) -> str:
-    return hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _stage(args: argparse.Namespace, stage: str, kernels: str) -> list[dict[str, Any]]:
