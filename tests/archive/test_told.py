@@ -286,6 +286,14 @@ def test_a_line_is_one_write_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert (tmp_path / "missed").read_bytes() == b"".join(written)
 
 
+def test_a_line_calls_nothing_but_records(tmp_path: Path) -> None:
+    call = ["record", "flashtile.backends.portable.tuned", "write", str(tmp_path / "written"), ["tuple"]]
+    kernel = ["function", "flashtile.backends.gpu.decode.merge_kernel", None, "merge_states"]
+    with pytest.raises(ValueError, match="is no launch of this release"):
+        ahead.from_json(json.dumps([kernel, 1, [["a", call]], []]))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_list_that_cannot_be_written_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLASHTILE_RECORD", str(tmp_path / "none" / "missed"))
     with present(SM_80, Driver()), pytest.warns(UserWarning, match=r"^FLASHTILE_RECORD: .* cannot be written: No such"):
