@@ -323,9 +323,9 @@ class Build:
 class Backend(Protocol):
     """One way to compute attention. Each backend's ``__init__`` defines an instance named ``BACKEND``.
 
-    Importing that module must not import Triton: only planning a call may. The tensors given to ``plan`` show layouts:
-    shapes, strides, dtypes, devices, and addresses modulo 16. A plan is kept and called with any tensors of the same
-    layouts, so it must not keep those. It may be called from several threads at once.
+    Neither importing that module nor planning a call may import Triton: only compiling a kernel does. The tensors given
+    to ``plan`` show layouts: shapes, strides, dtypes, devices, and addresses modulo 16. A plan is kept and called with
+    any tensors of the same layouts, so it must not keep those. It may be called from several threads at once.
 
     Calls of a family, see ``plans.family_of``, share their backends. So whether a backend can run a call must not
     depend on lengths, batch or strides; whether it is chosen depends on lengths by ``Problem.tiny`` alone.

@@ -102,7 +102,10 @@ def explain(
         deterministic=deterministic,
         needs_grad=grad,
     )
-    shapes = described_tensors(problem) if device_type == "cuda" else None
+    if device_type == "cpu":
+        typer.echo(dispatch.explain(problem, backend))
+        return
+    shapes = described_tensors(problem)
     if arch is None:
         typer.echo(dispatch.explain(problem, backend, shapes=shapes))
         return

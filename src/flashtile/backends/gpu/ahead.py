@@ -283,7 +283,10 @@ def _decoded(value: Any) -> Any:
         return _LEAVES[rest[0]](*map(_decoded, rest[1:]))
     if kind != "record":
         raise KeyError(kind)
-    return getattr(importlib.import_module(_ours(rest[0])), rest[1])(*map(_decoded, rest[2:]))
+    record = getattr(importlib.import_module(_ours(rest[0])), rest[1])
+    if not (isinstance(record, type) and issubclass(record, tuple) and hasattr(record, "_fields")):
+        raise TypeError(rest[1])  # no other function is called because of a line
+    return record(*map(_decoded, rest[2:]))
 
 
 def _function(place: str, has_table: bool | None, name: str) -> Any:

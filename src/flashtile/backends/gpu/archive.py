@@ -297,9 +297,9 @@ def installed() -> list[Path]:
     if settings.KERNELS.text() or (spec := importlib.util.find_spec(WHEEL)) is None:
         return []
     # What lies in the folder that somebody happens to work in was not installed.
-    folders = map(Path, spec.submodule_search_locations or ())
-    folders = (folder for folder in folders if folder.is_absolute() and folder.parent != Path.cwd())
-    return sorted(file for folder in folders for file in folder.glob(f"*{SUFFIX}"))
+    folders = [Path(each) for each in spec.submodule_search_locations or ()]
+    found = [folder for folder in folders if folder.is_absolute() and folder.parent != Path.cwd()]
+    return sorted(file for folder in found for file in folder.glob(f"*{SUFFIX}"))
 
 
 @functools.cache

@@ -320,13 +320,13 @@ def _source(launch: Launch, device: int) -> str:
 
 def _source_ahead(launch: Launch, gpu: Gpu) -> str:
     text, arch = text_of(lower(launch)[0]), f"sm_{gpu.arch}"
-    return _said(launch, text and archive.look_up_in(archive.archives(arch), arch, text))
+    return _said(launch, None if text is None else archive.look_up_in(archive.archives(arch), arch, text))
 
 
 def _said(launch: Launch, found: archive.Found | None) -> str:
     if found is not None:
         return f"from an archive ({found.place})"
-    # As H100 hosts measured them: Gluon's kernels, Triton's, and the short ones beside them.
+    # Roughly, on the host of an H100: Gluon's kernels, Triton's, and the short ones beside them.
     kernel = launch.kernel
     seconds = 1 if "attention" not in kernel.__name__ else 8 if ".hopper." in repr(kernel) else 2
     return f"will be compiled (about {seconds} s, unless Triton's cache has it)"
