@@ -192,7 +192,8 @@ def _count(counts: Counter[str], place: Any, name: str) -> None:
 
 
 def _digest(x: Tensor) -> str:
-    return hashlib.sha256(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    here = torch.empty(x.numel(), dtype=x.dtype).copy_(x.detach().flatten())
+    return hashlib.sha256(here.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _stage(args: argparse.Namespace, stage: str, kernels: str) -> list[dict[str, Any]]:
