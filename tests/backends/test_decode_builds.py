@@ -14,6 +14,7 @@ from flashtile.backends.gpu.decode.launch import append_launch, attention_launch
 from flashtile.backends.gpu.launch import Launch, lower, specialise
 from flashtile.backends.hopper.decode.config import tiles
 from flashtile.backends.hopper.decode.launch import wide_launch
+from flashtile.backends.hopper.forward.cached import cached_launch
 from flashtile.call.backend import Direction
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
@@ -25,11 +26,16 @@ from tests.fuzz.constants import forgotten
 from tests.fuzz.launches import recorded
 
 
-def launches(batch: int, rows: int, pages: int, heads: int) -> tuple[Launch, Launch]:
-    """Of packed queries that are appended to pages of 16."""
+def launches(
+    batch: int, rows: int, pages: int, heads: int, *, first: int = 0, num_sms: int = 132, few: bool = False
+) -> tuple[Launch, Launch]:
+    """Of packed queries that are appended to pages of 16; first: where lengths begin in a server's tensor of them."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
+
+    def indices(count: int) -> torch.Tensor:
+        return torch.zeros(4 + count, dtype=torch.int32)[first : first + count]
 
     problem = described(
         device_type="cuda", compute_capability=(9, 0), precision=Precision(*[torch.bfloat16] * 4), batch=batch,
@@ -37,12 +43,13 @@ def launches(batch: int, rows: int, pages: int, heads: int) -> tuple[Launch, Lau
         num_heads_q=2 * heads, num_heads_kv=heads, band=Band(None, 0),
     )  # fmt: skip
     q, new, cache = empty(rows, 2 * heads, 64), empty(rows, heads, 64), empty(512, 16, heads, 64)
-    lengths, bounds = empty(batch, dtype=torch.int32), empty(batch + 1, dtype=torch.int32)
+    lengths, bounds = indices(batch), indices(batch + 1)
     tensors = CacheTensors(
         out=q, q=q, k_cache=cache, v_cache=cache, cache_seqlens=lengths, k=new, v=new, cu_seqlens_q=bounds,
         cu_seqlens_k_new=bounds, page_table=empty(batch, pages, dtype=torch.int32),
     )  # fmt: skip
-    return append_launch(problem, tensors), attention_launch(problem, tensors, choose(problem), num_sms=132)
+    attend = attention_launch(problem, tensors, choose(problem, few=few), num_sms, few=few)
+    return append_launch(problem, tensors), attend
 
 
 @pytest.mark.parametrize("heads", [4, 5, 14])
@@ -54,6 +61,46 @@ def test_steps_of_a_server_share_builds(heads: int) -> None:
     rows = {(each.arguments["call"].schedule.BLOCK_M, *each.options.values()) for _, each in made}
     assert len(rows) == 2
     assert len(attend) == 2 * len(rows)  # with splits and, where there are few pages, without
+
+
+def test_a_servers_batches_have_two_widths() -> None:
+    small, large = ([launches(batch, 512, 13, 8) for batch in each] for each in ((1, 2, 31), (32, 63, 200, 255, 256)))
+    keys = [[lower(attend)[0] for _, attend in made] for made in (small, large)]
+    assert len(set(keys[0])) == len(set(keys[1])) == 1 and keys[0][0] != keys[1][0]
+    assert len({lower(append)[0] for append, _ in small + large}) == 1
+
+
+@pytest.mark.parametrize("heads", [5, 8, 12])
+def test_devices_of_an_architecture_share_builds(heads: int) -> None:
+    """Programs of other devices than the usual one: whole teams, and no more than run at once."""
+    made = {num_sms: launches(31, 512, 13, heads, num_sms=num_sms)[1] for num_sms in (132, 114, 78, 16)}
+    assert len({lower(each)[0] for each in made.values()}) == 1
+    lanes = made[132].arguments["call"].schedule.LANES
+    assert lanes == {5: 1, 8: 4, 12: 12}[heads]  # of one program a multiprocessor
+    assert all(n - lanes < each.programs <= n and each.programs % lanes == 0 for n, each in made.items())
+
+
+def test_slices_of_lengths_share_builds() -> None:
+    made = [launches(7, 512, 13, 8, first=first) for first in (0, 1)]
+    pointers = [attend.arguments["call"].cache.cached for _, attend in made]
+    assert pointers[0] == pointers[1]
+    for kernel in zip(*made, strict=True):
+        assert len({lower(each)[0] for each in kernel}) == 1
+
+
+def test_sequences_that_the_forward_leaves_share_a_build_with_decodes() -> None:
+    few, decodes = launches(7, 512, 1000, 8, few=True)[1], launches(7, 8, 1000, 8)[1]
+    of_few, of_all = (each.arguments["call"].schedule for each in (few, decodes))
+    assert lower(few)[0] == lower(decodes)[0]
+    assert (of_few.most_rows, of_few.above_keys) == (16, 8192)
+    assert of_all.most_rows * 2 >= 2**31 - 1 and of_all.above_keys < 0
+
+
+def test_caches_of_any_capacity_share_a_build_of_the_forward() -> None:
+    problem, tensors = described_call((9, 0), seqlen_q=200, packed=True, page_size=16)
+    made = [cached_launch(problem, tensors, leaves) for leaves in (None, (16, 8192))]
+    assert lower(made[0])[0] == lower(made[1])[0]
+    assert [each.arguments["call"].keys.cache.few_rows for each in made] == [-1, 16]
 
 
 @pytest.mark.parametrize("call", [{"appends": True}, {"softcap": 30.0, "alibi": True, "sinks": True, "page_size": 16}])

@@ -80,6 +80,12 @@ def test_the_number_of_programs_changes_no_bit(case: CacheCase) -> None:
         assert all(torch.equal(x, y) for x, y in zip(found, results[0], strict=True))
 
 
+def test_a_batch_that_fills_the_width() -> None:
+    """Rows past the last of 256 packed sequences, for which the numbers that are summed at once have no place."""
+    sequences = tuple((3, int(number in (0, 40, 255)), 0) for number in range(256))
+    judge(build(CacheCase("full", sequences, packed=True, spare=20, heads=1, kv_heads=1), torch.float16), "portable")
+
+
 def test_angles_that_turn_no_feature() -> None:
     """The queries are copied where they would be rotated."""
     case = CacheCase("none", ((20, 2, 2), (0, 2, 2)), head_dim=32, appends=True)

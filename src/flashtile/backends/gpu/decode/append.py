@@ -7,9 +7,12 @@ import triton.language as tl
 
 from flashtile.backends.gpu.device import mods
 
+# Sequences among which a token's is looked for at once, the same for any number of them.
+SEARCH: tl.constexpr = tl.constexpr(256)
+
 
 @triton.jit
-def place_of(t, sequences, SEARCH: tl.constexpr):
+def place_of(t, sequences):
     """The sequence of token t and its row there; the sequence is ``count`` for tokens past the last packed one."""
     b, i = t // tl.maximum(sequences.length, 1), t % tl.maximum(sequences.length, 1)
     if sequences.cu_seqlens is not None:
@@ -144,7 +147,7 @@ def scales_of(scale, entry, h, exists):
 @triton.jit
 def append_token(token, h, cache, new, rotation):
     """Writes one token's keys and values of heads h [HEADS, 1] into the cache; token is its number among new ones."""
-    b, i = place_of(token, cache.new, new.SEARCH)
+    b, i = place_of(token, cache.new)
     valid = b < cache.new.count
     b = tl.minimum(b, cache.new.count - 1)
     cached, position = tl.load(cache.cached + b), i
@@ -181,9 +184,9 @@ def append_token(token, h, cache, new, rotation):
 
 
 @triton.jit
-def rotate_query(token, h, rotation, SEARCH: tl.constexpr):
+def rotate_query(token, h, rotation):
     """Writes heads h [HEADS, 1] of one query, rotated."""
-    b, i = place_of(token, rotation.queries, SEARCH)
+    b, i = place_of(token, rotation.queries)
     valid = b < rotation.queries.count
     b_valid = tl.minimum(b, rotation.queries.count - 1)
     position = tl.load(rotation.starts + b_valid)
@@ -218,4 +221,4 @@ def cache_append(cache, new, rotation):
         q_blocks = (rotation.num_heads_q + HEADS - 1) // HEADS
         at = pid - new.count * head_blocks
         h = (at % q_blocks * HEADS + tl.arange(0, HEADS))[:, None]
-        rotate_query(at // q_blocks, h, rotation, new.SEARCH)
+        rotate_query(at // q_blocks, h, rotation)

@@ -115,10 +115,11 @@ class Schedule(NamedTuple):
         LANES: Neighbouring key heads whose work is cut alike, for as many programs to read their keys at the same time.
         PATIENCE: How often a program looks whether the others of its tile have stored their states; 0 for never.
         splitting: ``Splitting``.
+        most_rows: Of packed queries, only sequences with so many packed rows a key head at most are computed; None if
+            no launch leaves any out.
+        above_keys: And with more keys than these.
         SEARCH: Sequences whose work is summed at once, a power of two.
         KEEPS: Whether registers hold the fold of a tile's states beside the state of a run.
-        MOST_ROWS: Only sequences with so many packed rows a key head at most are computed; None for all.
-        ABOVE_KEYS: And with more keys than these.
     """
 
     BLOCK_M: Any
@@ -128,10 +129,10 @@ class Schedule(NamedTuple):
     LANES: Any
     PATIENCE: Any
     splitting: Any
+    most_rows: Any
+    above_keys: Any
     SEARCH: Any
     KEEPS: Any
-    MOST_ROWS: Any
-    ABOVE_KEYS: Any
 
 
 class Call(NamedTuple):
@@ -181,7 +182,6 @@ class New(NamedTuple):
         entry_rows: Rows of one.
         num_heads_kv: Key heads.
         HEADS: Heads of one token that a program moves.
-        SEARCH: Sequences among which a token's is looked for at once, a power of two.
     """
 
     k: Any
@@ -192,7 +192,6 @@ class New(NamedTuple):
     entry_rows: Any
     num_heads_kv: Any
     HEADS: Any
-    SEARCH: Any
 
 
 class Rotation(NamedTuple):

@@ -16,6 +16,7 @@ from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import multiprocessors, operand_names, read_by_mods
 from flashtile.backends.gpu.trial import tried
 from flashtile.call.cached_arguments import CacheTensors
+from flashtile.call.gpus import Gpu
 from flashtile.call.problem import Problem
 
 cache_append = device_code("flashtile.backends.gpu.decode.append").cache_append
@@ -178,12 +179,23 @@ def attention_call(
     problem: Problem, tensors: CacheTensors, config: Config, num_sms: int, *, few: bool = False
 ) -> tuple[Call, int]:
     """The records of the attention, and the number of its programs; see ``attention_launch``."""
-    p, bounds, most = problem, Bounds(problem, tensors, config), num_sms * config.programs_per_sm
-    lanes = max(n for n in range(1, 17) if p.num_heads_kv % n == most % n == 0)
+    p, bounds, lanes = problem, Bounds(problem, tensors, config), lanes_of(problem, config, num_sms)
+    most = max(num_sms * config.programs_per_sm // lanes, 1) * lanes
     return (
         records.call_of(p, tensors, config, bounds.slots, lanes, few=few),
         min(-(-bounds.items // lanes) * lanes, most),
     )
+
+
+def lanes_of(problem: Problem, config: Config, num_sms: int) -> int:
+    """``Schedule.LANES``, which divides the key heads, and the programs of an architecture's usual device.
+
+    So one build serves all devices of an architecture: others leave a few multiprocessors of such programs out.
+    """
+    have = problem.compute_capability
+    usual = Gpu("cuda", 10 * have[0] + have[1] if have else "gfx942", 32).multiprocessors
+    most = (num_sms if problem.device_type == "cpu" else usual) * config.programs_per_sm
+    return max(n for n in range(1, 17) if problem.num_heads_kv % n == most % n == 0)
 
 
 def attention_launch(

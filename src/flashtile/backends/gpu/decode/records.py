@@ -21,7 +21,7 @@ from flashtile.backends.gpu.decode.call import (
 from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, bounded, hopper_rows
 from flashtile.backends.gpu.device.records import Band, Mod, Mods, Rows, Sequences, Tree
 from flashtile.backends.gpu.intervals import intervals_of
-from flashtile.backends.gpu.launch import Pointer, pointer
+from flashtile.backends.gpu.launch import Pointer, indices, pointer
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import alibi_of, functions_of, named, rows_of, softcap_of
 from flashtile.call.cached_arguments import CacheTensors
@@ -57,7 +57,7 @@ def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int,
     return Call(
         rows_of("q", t.q if t.rotary_cos is None else _rotated(t), block_d), rows_of("out", t.out, block_dv),
         _queries(p, t), cache, _mods(p, t), results, _schedule(p, config, lanes, few),
-        pointer(t.cache_leftpad, "leftpad"), _causal(t), _value_queries(t, block_dv), pointer(t.sinks, "sinks"),
+        indices(t.cache_leftpad, "leftpad"), _causal(t), _value_queries(t, block_dv), pointer(t.sinks, "sinks"),
         p.num_heads_kv, p.group_size,
     )  # fmt: skip
 
@@ -79,12 +79,12 @@ def cache_of(problem: Problem, t: CacheTensors, as_8_bit: torch.dtype | None, bl
     of_k, of_v = _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale)
     of_rows = none if as_8_bit is None or t.row_scale is None else rows_of("row_scale", t.row_scale, block_dv // 128)
     by_page = t.in_pages and bool(of_k.stride_b or of_v.stride_b)
-    bounds = None if t.k is None else pointer(t.cu_seqlens_k_new, "cu_seqlens_new")
+    bounds = None if t.k is None else indices(t.cu_seqlens_k_new, "cu_seqlens_new")
     new = Sequences(bounds, p.batch, 0 if t.k is None or bounds is not None else t.k.shape[1])
     return Cache(
-        k, v, Scales(of_k, of_v, of_rows, is_8_bit, e5m2, bits, by_page), new, pointer(t.cache_seqlens, "cached"),
-        pointer(t.cache_batch_idx, "entries"), p.keys.length, Pointer(torch.int32, "pages") if t.in_pages else None,
-        0 if t.page_table is None else t.page_table.stride(0), pointer(t.page_indptr, "indptr"), p.keys.page_size,
+        k, v, Scales(of_k, of_v, of_rows, is_8_bit, e5m2, bits, by_page), new, indices(t.cache_seqlens, "cached"),
+        indices(t.cache_batch_idx, "entries"), p.keys.length, Pointer(torch.int32, "pages") if t.in_pages else None,
+        0 if t.page_table is None else t.page_table.stride(0), indices(t.page_indptr, "indptr"), p.keys.page_size,
     )  # fmt: skip
 
 
@@ -93,13 +93,10 @@ def new_of(problem: Problem, t: CacheTensors, count: int) -> New:
     assert t.k is not None and t.v is not None
     p = problem
     k, v = rows_of("k_new", t.k, padded(p.head_dim)), rows_of("v_new", t.v, padded(p.head_dim_v))
-    search = min(max(power_of_two(p.batch), 32), 1024)
     if t.slot_mapping is None:
-        return New(k, v, count, None, None, None, p.num_heads_kv, HEADS_AT_ONCE, search)
+        return New(k, v, count, None, None, None, p.num_heads_kv, HEADS_AT_ONCE)
     entries, rows = t.k_cache.shape[:2]
-    return New(
-        k, v, count, pointer(t.slot_mapping, "slots"), entries * rows, rows, p.num_heads_kv, HEADS_AT_ONCE, search
-    )
+    return New(k, v, count, indices(t.slot_mapping, "slots"), entries * rows, rows, p.num_heads_kv, HEADS_AT_ONCE)
 
 
 def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
@@ -110,7 +107,7 @@ def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
     starts = t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens
     return Rotation(
         rows_of("q", t.q, block), rows_of("rotated", _rotated(t), block), _queries(p, t), p.num_heads_q,
-        pointer(starts, "starts"), _causal(t) if p.band.unbounded else None, pointer(t.rotary_cos, "cos"),
+        indices(starts, "starts"), _causal(t) if p.band.unbounded else None, pointer(t.rotary_cos, "cos"),
         pointer(t.rotary_sin, "sin"), *_tree(t), rows, 2 * pairs, power_of_two(pairs), p.rotary_interleaved,
         p.causal_each or not p.band.unbounded,
     )  # fmt: skip
@@ -121,7 +118,7 @@ def _rotated(t: CacheTensors) -> Tensor:
 
 
 def _queries(problem: Problem, t: CacheTensors) -> Sequences:
-    return Sequences(pointer(t.cu_seqlens_q, "cu_seqlens_q"), problem.batch, t.q.shape[-3])
+    return Sequences(indices(t.cu_seqlens_q, "cu_seqlens_q"), problem.batch, t.q.shape[-3])
 
 
 def _value_queries(t: CacheTensors, block_dv: int) -> Rows:
@@ -172,13 +169,25 @@ def _schedule(problem: Problem, config: Config, lanes: int, few: bool) -> Schedu
     # States loaded at once, whole runs. 16 save 1% of a call of one sequence and make Triton compile twice as long.
     most = 16 if 64 < hopper_rows(p) <= 128 else 8
     ahead = max(min(most, 8192 // (fold_rows * padded(p.head_dim_v))) // cut.run, 1) * cut.run
-    # At least 32: a build for each small batch would be compiled while a server runs, and 32 are as quick as 2.
-    search = 1 if p.batch + p.varlen == 1 else max(32, power_of_two(p.batch + p.varlen))
+    # Numbers wherever there may be others, so that one build serves sequences of few rows and whole calls of them.
+    most_rows = above_keys = None
+    if p.varlen and not config.specialised:
+        most_rows, above_keys = (FEW_ROWS, LONG_KEYS) if few else (2**30, -1)
+    search = search_of(p.batch, p.varlen, 64 if config.specialised else 32)
     return Schedule(
         config.block_m, config.block_n, fold_rows, ahead, lanes, 64 if p.device_type == "cuda" else 1,
-        Splitting(*dataclasses.astuple(cut)), search, config.block_m * padded(p.head_dim_v) <= 16 * 128,
-        FEW_ROWS if few else None, LONG_KEYS if few else None,
+        Splitting(*dataclasses.astuple(cut)), most_rows, above_keys, search,
+        config.block_m * padded(p.head_dim_v) <= 16 * 128,
     )  # fmt: skip
+
+
+def search_of(batch: int, packed: bool, least: int) -> int:
+    """``Schedule.SEARCH``: few widths, as each has a build, which would be compiled while a server runs.
+
+    32 take no longer than 2, as each warp sums them alone; where one warp does all, 64 are two for each thread.
+    """
+    count = batch + packed  # with the rows past the last packed sequence, for which a full width has no place
+    return 1 if count == 1 else least if count <= least else max(256, power_of_two(batch))
 
 
 def _is_8_bit(problem: Problem) -> bool:

@@ -105,8 +105,8 @@ def span_of(b, call):
         num_new -= tl.load(call.cache.new.cu_seqlens + b, mask=exists, other=0)
     # A negative length stands for a sequence that is not there.
     high = tl.where(cached < 0, 0, tl.minimum(cached + num_new, call.cache.capacity))
-    if call.schedule.MOST_ROWS is not None:
-        is_asked = (num_rows * GROUP <= call.schedule.MOST_ROWS) & (high > call.schedule.ABOVE_KEYS)
+    if call.schedule.most_rows is not None:
+        is_asked = (num_rows * GROUP <= call.schedule.most_rows) & (high > call.schedule.above_keys)
         num_rows = tl.where(is_asked, num_rows, 0)
         each = num_rows
     low = b * 0
@@ -144,12 +144,29 @@ def cost_of(shape, call):
 
 
 @triton.jit
-def all_work(spans, sizing, call):
-    """The items of a lane, their cost, and that of the costliest."""
-    shape = shape_of(spans, sizing, call)
+def work_of(span, sizing, call):
+    """The items of a lane of a sequence, their cost, and that of the costliest."""
+    shape = shape_of(span, sizing, call)
     cost = cost_of(shape, call)
     items = shape.num_tiles * (call.num_heads_kv // call.schedule.LANES) * shape.num_items
-    most, cost = tl.where(items > 0, cost, 0), items.to(tl.int64) * cost
+    return items, items.to(tl.int64) * cost, tl.where(items > 0, cost, 0)
+
+
+@triton.jit
+def rest_of(call):
+    """The span of the rows past the last packed sequence, without tiles where ``spans`` have them; None if they do."""
+    rest = None
+    if call.queries.cu_seqlens is not None and call.schedule.SEARCH >= 256:
+        span = span_of(call.queries.count, call)
+        tiles = tl.where(call.queries.count == call.schedule.SEARCH, span.num_tiles, 0)
+        rest = Shape(span.first_row, span.num_rows, span.low, span.high, tiles, span.num_splits, span.chunk)
+    return rest
+
+
+@triton.jit
+def all_work(spans, rest, sizing, call):
+    """``work_of`` all sequences; rest: what ``rest_of`` says."""
+    items, cost, most = work_of(spans, sizing, call)
     if call.schedule.SEARCH == 1:
         all_items, all_cost, all_most = items, cost, most
     else:
@@ -159,6 +176,9 @@ def all_work(spans, sizing, call):
         for _ in range(0, call.queries.count, call.schedule.SEARCH):
             all_items, all_cost = all_items + tl.sum(items), all_cost + tl.sum(cost)
             all_most = tl.maximum(all_most, tl.max(most, 0))
+        if rest is not None:
+            items, cost, most = work_of(rest, sizing, call)
+            all_items, all_cost, all_most = all_items + items, all_cost + cost, tl.maximum(all_most, most)
     return all_items, all_cost, all_most
 
 
@@ -171,17 +191,17 @@ def plan_items(spans, call):
     """
     LONG: tl.constexpr = 1024
     teams = tl.num_programs(0) // call.schedule.LANES
-    run_keys, grain = tl.cast(2**30, tl.int32), tl.cast(1, tl.int32)
-    items, cost, most = all_work(spans, Sizing(run_keys, grain), call)
+    run_keys, grain, rest = tl.cast(2**30, tl.int32), tl.cast(1, tl.int32), rest_of(call)
+    items, cost, most = all_work(spans, rest, Sizing(run_keys, grain), call)
     if items * 8 < teams * 7:
         run_keys = tl.cast(0, tl.int32)
-        items, cost, most = all_work(spans, Sizing(run_keys, grain), call)
+        items, cost, most = all_work(spans, rest, Sizing(run_keys, grain), call)
     if items > teams:
         grain = (items + teams - 1) // teams
-        items, cost, most = all_work(spans, Sizing(run_keys, grain), call)
+        items, cost, most = all_work(spans, rest, Sizing(run_keys, grain), call)
     if (items > teams) | (items * most.to(tl.int64) * 8 > cost * 9):
         run_keys, grain = tl.minimum(run_keys, LONG), tl.cast(1, tl.int32)
-        items, cost, most = all_work(spans, Sizing(run_keys, grain), call)
+        items, cost, most = all_work(spans, rest, Sizing(run_keys, grain), call)
     return Sizing(run_keys, grain), items, cost
 
 

@@ -113,9 +113,9 @@ class Cache(NamedTuple):
         paging: ``Paging`` where threads copy rows, of pages of any size, else None.
         PAGE_SIZE: Rows of a page, a power of two; 0 without pages, None with ``paging``.
         mixed: Of packed queries, whether many are taken for decodes, 0 or 1; else None.
-        FEW_ROWS: Of packed queries, sequences with so many packed rows a key head at most are left to another launch if
-            they have more than LONG_KEYS; None for none.
-        LONG_KEYS: See FEW_ROWS.
+        few_rows: Of packed queries, sequences with so many packed rows a key head at most are left to another launch if
+            they have more than long_keys; else None.
+        long_keys: See few_rows.
         k_scale: ``CacheScale`` of the keys.
         v_scale: Of the values.
     """
@@ -132,8 +132,8 @@ class Cache(NamedTuple):
     mixed: Any
     paging: Any
     PAGE_SIZE: Any
-    FEW_ROWS: Any
-    LONG_KEYS: Any
+    few_rows: Any
+    long_keys: Any
     k_scale: Any
     v_scale: Any
 

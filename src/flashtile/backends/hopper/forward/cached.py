@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashtile.backends.gpu.decode.config import bounded
 from flashtile.backends.gpu.device.records import Rows
-from flashtile.backends.gpu.launch import Launch, Pointer, pointer
+from flashtile.backends.gpu.launch import Launch, Pointer, indices, pointer
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache, CacheScale, Paging
 from flashtile.backends.hopper.forward import config as configs
@@ -63,21 +63,21 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
     if configs.widens(p) != (config.widen_warps > 0):
         raise ValueError(f"tiles for {'8' if config.widen_warps else '16'} bits, over a cache of others: {config}")
     has_new = t.k is not None and t.cu_seqlens_k_new is None
-    few, long = leaves or (None, None)
-    mixed = None
+    few = long = mixed = None
     if p.varlen:
+        few, long = leaves or (-1, 0)  # numbers, so that one build serves caches of any capacity
         tile = config.num_warpgroups * config.block_m
         rows = q.shape[-3] * (p.group_size if config.pack_gqa else 1)
         mixed = int(rows <= _MOST_TILES_OF_MIXED * tile * p.batch)
     gathers = configs.gathers(p)
     cache = Cache(
-        pointer(t.cache_seqlens, "cached"),
-        None if t.k is None else pointer(t.cu_seqlens_k_new, "cu_seqlens_new"),
+        indices(t.cache_seqlens, "cached"),
+        None if t.k is None else indices(t.cu_seqlens_k_new, "cu_seqlens_new"),
         t.k.shape[1] if t.k is not None and has_new else 0,
-        pointer(t.cache_batch_idx, "entries"),
+        indices(t.cache_batch_idx, "entries"),
         Pointer(torch.int32, "pages") if t.in_pages else None,
         None if t.page_table is None else t.page_table.stride(0),
-        pointer(t.page_indptr, "indptr"),
+        indices(t.page_indptr, "indptr"),
         None if gathers else t.v_cache.stride(0) // t.v_cache.stride(1),
         None if t.causal is None else Pointer(torch.uint8, "causal"),
         mixed, paging_of(p.keys.page_size) if gathers else None, None if gathers else p.keys.page_size, few, long,

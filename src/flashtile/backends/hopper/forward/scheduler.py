@@ -160,10 +160,10 @@ def _by_turns(index, num_tiles, call):
 def _is_own(b, length, call):
     """Whether this launch computes a sequence over a cache."""
     cache = call.keys.cache
-    is_own = b >= 0
-    if cache.FEW_ROWS is not None:
+    is_own = length * call.heads.group_size > cache.few_rows
+    if not is_own:
         _, keys = entry_and_length(b, call)
-        is_own = (length * call.heads.group_size > cache.FEW_ROWS) | (keys <= cache.LONG_KEYS)
+        is_own = keys <= cache.long_keys
     return is_own
 
 

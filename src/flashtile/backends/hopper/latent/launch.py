@@ -29,7 +29,7 @@ def latent_launch(problem: Problem, tensors: CacheTensors) -> tuple[Launch, int,
     # All but the tiles is that of the Triton kernel.
     tiles = portable.Config(ROWS, 64, 4, config.stages, 1, specialised=True)
     call = records.call_of(p, t, tiles, slots, 1, few=False)
-    search = max(32, records.power_of_two(p.batch + p.varlen))
+    search = max(records.search_of(p.batch + p.varlen, packed=False, least=64), 64)
     # What the Triton kernel's folds would have is the same in every build.
     own = {"SEARCH": search, "PATIENCE": PATIENCE if p.device_type == "cuda" else 1, "FOLD_ROWS": 1, "AHEAD": 1}
     call = call._replace(schedule=call.schedule._replace(**own))

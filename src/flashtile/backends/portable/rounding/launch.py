@@ -91,11 +91,6 @@ class Side:
         return Sequences(pointer(self.bounds, "cu_seqlens"), self.batch, self.x.shape[-3])
 
 
-def search_of(batch: int) -> int:
-    """The bounds that a kernel reads at once, to find a block's sequence."""
-    return min(max(_padded(batch), 32), 1024)
-
-
 def launches(given: Inputs, choices: Choices, capability: tuple[int, int] | None) -> dict[str, Launch]:
     """The kernels of a call by name, in the order in which they run."""
     sides = [Side.of(name, given, choices, capability) for name in ("k", "q", "v")]
@@ -179,7 +174,7 @@ def _rounding(side: Side) -> Rounding:
         most = _MOST_AHEAD // 2
     stages = 2 if BLOCK * side.x.shape[-1] * side.x.element_size() <= most else 1
     rotate = precision if side.choices.rotate else None
-    return Rounding(side.choices.seed, rotate, bits, search_of(side.batch), _HEADS, stages)
+    return Rounding(side.choices.seed, rotate, bits, _HEADS, stages)
 
 
 def _source(side: Side) -> Source:
