@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Name, query heads, key heads, head_dim, causal, window, softcap. A model with two kinds of layers has two lines.
+# Name, query heads, key heads, head_dim, mask, window, softcap, sinks. A model with two kinds of layers has two lines;
+# 576:512 are latent rows, which attend as keys, and by their first 512 columns as values.
 _TABLE = """
-llama3-8b      32 8  128 causal
-llama3-70b     64 8  128 causal
-llama3-1b      32 8  64  causal
-qwen3-0.6b     16 8  128 causal
-qwen3-8b       32 8  128 causal
-qwen2-0.5b     14 2  64  causal
-mistral-7b     32 8  128 causal 4096
-phi3-mini      32 32 96  causal
-gemma2-9b      16 8  256 causal 4096 50
-gemma2-9b      16 8  256 causal -    50
-gemma3-4b      8  4  256 causal 1024
-gemma3-4b      8  4  256 causal
-gpt2           12 12 64  causal
-bert-base      12 12 64  full
-vit-l          16 16 64  full
-flux           24 24 128 full
+llama3-8b      32  8   128     causal
+llama3-70b     64  8   128     causal
+llama3-1b      32  8   64      causal
+qwen3-0.6b     16  8   128     causal
+qwen3-8b       32  8   128     causal
+qwen2-0.5b     14  2   64      causal
+qwen2-7b       28  4   128     causal
+mistral-7b     32  8   128     causal 4096
+phi3-mini      32  32  96      causal
+gemma2-9b      16  8   256     causal 4096 50
+gemma2-9b      16  8   256     causal -    50
+gemma3-4b      8   4   256     causal 1024
+gemma3-4b      8   4   256     causal
+gpt-oss-20b    64  8   64      causal 128  - sinks
+gpt-oss-20b    64  8   64      causal -    - sinks
+deepseek-v3    128 128 192:128 causal
+deepseek-v3    128 1   576:512 causal
+gpt2           12  12  64      causal
+bert-base      12  12  64      full
+vit-l          16  16  64      full
+flux           24  24  128     full
 """
 
 
@@ -35,10 +42,12 @@ class Shape(NamedTuple):
     Attributes:
         heads_q: Query heads.
         heads_kv: Key and value heads.
-        head_dim: Width of q, k and v.
+        head_dim: Width of q and k.
         causal: Whether query i sees keys up to its own.
         window: Keys before a query's own that it sees, None for all.
         softcap: The cap, 0 for none.
+        head_dim_v: Width of v; 0 for that of k.
+        sinks: Whether each head has a sink.
     """
 
     heads_q: int
@@ -47,6 +56,13 @@ class Shape(NamedTuple):
     causal: bool
     window: int | None = None
     softcap: float = 0.0
+    head_dim_v: int = 0
+    sinks: bool = False
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are the keys' first columns: rows of a cache alone."""
+        return self.heads_kv == 1 and 0 < self.head_dim_v < self.head_dim
 
 
 def models() -> dict[str, tuple[Shape, ...]]:
@@ -54,10 +70,11 @@ def models() -> dict[str, tuple[Shape, ...]]:
     found: dict[str, tuple[Shape, ...]] = {}
     for line in _TABLE.split("\n"):
         if words := line.split():
-            name, of_q, of_kv, dim, kind, window, cap = (*words, "-", "-")[:7]
-            keys = None if window == "-" else int(window)
-            shape = Shape(int(of_q), int(of_kv), int(dim), kind == "causal", keys, 0.0 if cap == "-" else float(cap))
-            found[name] = (*found.get(name, ()), shape)
+            name, of_q, of_kv, dims, kind, window, cap, sinks = (*words, *"---")[:8]
+            dim, _, dim_v = dims.partition(":")
+            keys, most = None if window == "-" else int(window), 0.0 if cap == "-" else float(cap)
+            plain = int(of_q), int(of_kv), int(dim), kind == "causal"
+            found[name] = (*found.get(name, ()), Shape(*plain, keys, most, int(dim_v or 0), sinks == "sinks"))
     return found
 
 
@@ -69,8 +86,9 @@ class Uses(NamedTuple):
         dense: Whether sequences of one length are attended to.
         packed: Whether packed ones are.
         backward: Whether both have a backward.
-        pages: Rows of a cache's page for each server to build for; empty for no serving.
+        pages: Rows of a cache's page for each server to build for, 0 for a cache without pages; empty for no serving.
         cache_dtype: Of the cache.
+        appends: Whether a server's steps write their keys; some servers write them beforehand.
         batches: Sequences of a server's steps.
     """
 
@@ -80,13 +98,20 @@ class Uses(NamedTuple):
     backward: bool = True
     pages: tuple[int, ...] = ()
     cache_dtype: torch.dtype | None = None
+    appends: tuple[bool, ...] = (False, True)
     batches: tuple[int, ...] = (1, 4, 16, 64, 256)
 
 
-# Lengths that between them reach each class of tiles; most of them share their kernels.
-LENGTHS = (16, 100, 300, 512, 1000, 2048, 3000, 8192)
-# Tokens of a server's step besides one for each sequence.
-_CHUNKS = (0, 4, 128, 2048)
+# Numbers that between them reach each class of tiles: most share their kernels. ``tests/archive/test_wheel.py`` draws
+# others, which must need no further kernels.
+LENGTHS = (16, 64, 100, 200, 300, 512, 700, 1000, 1400, 2048, 3000, 8192)
+_BATCHES = (1, 8, 64)
+# Rows of each sequence of a step: a token, or as many as were guessed.
+_ROWS = (1, 2, 4, 8)
+# The most rows of a sequence of packed ones: guessed ones, and a chunk of a prompt beside sequences of a token.
+_CHUNKS = (2, 4, 8, 32, 64, 128, 256, 512, 2048, 8192)
+# Keys that a sequence may have.
+_CAPACITIES = (8192, 32768)
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
@@ -95,45 +120,60 @@ def calls(shape: Shape, uses: Uses) -> Iterator[Call]:
     """The calls of a layer: what it is, and the arguments of ``flashtile.warm_up`` on the meta device."""
     window = None if shape.window is None else (shape.window, 0 if shape.causal else shape.window)
     plain: dict[str, Any] = {"causal": shape.causal, "window_size": window, "softcap": shape.softcap}
+    if shape.sinks:
+        plain["sinks"] = torch.empty(shape.heads_q, device="meta")
     training = {**plain, "backward": uses.backward}
     what = f"{shape.heads_q}/{shape.heads_kv} x {shape.head_dim} {str(uses.dtype).removeprefix('torch.')}"
-    for length in LENGTHS:
-        if uses.dense:
-            yield f"{what}, {length} rows", _qkv((2, length), shape, uses.dtype), training
-        if uses.packed and length > 16:
-            bounds = {name: _indices(5) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-            longest = {"max_seqlen_q": length, "max_seqlen_k": length}
-            yield f"{what}, packed {length}", _qkv((4 * length,), shape, uses.dtype), training | bounds | longest
-    for size in uses.pages:
-        for batch in uses.batches:
-            for chunk in _CHUNKS:
-                yield (
-                    f"{what}, pages of {size}, batch {batch} + {chunk}",
-                    *_step(shape, uses, plain, size, batch, chunk),
-                )
+    for length in () if shape.is_latent else LENGTHS:
+        for batch in _BATCHES:
+            if uses.dense:
+                yield f"{what}, {batch} x {length} rows", _qkv((batch, length), shape, uses.dtype), training
+            if uses.packed:
+                bounds = _indices(batch + 1)
+                packing = {
+                    "cu_seqlens_q": bounds,
+                    "cu_seqlens_k": bounds,
+                    "max_seqlen_q": length,
+                    "max_seqlen_k": length,
+                }
+                rows = _qkv((batch * length,), shape, uses.dtype)
+                yield f"{what}, packed {batch} x {length}", rows, training | packing
+    # What has narrower values keeps latent rows.
+    for size in uses.pages if shape.is_latent or not shape.head_dim_v else ():
+        for batch, capacity, appends in itertools.product(uses.batches, _CAPACITIES, uses.appends):
+            yield from _steps(what, shape, uses, plain, (size, batch, capacity), appends)
 
 
-def _step(
-    shape: Shape, uses: Uses, plain: dict[str, Any], size: int, batch: int, chunk: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A server's step: one token of each sequence, and a chunk of a prompt."""
-    capacity, kind = 8192, uses.cache_dtype or uses.dtype
-    cache = torch.empty(batch * capacity // size, size, shape.heads_kv, shape.head_dim, dtype=kind, device="meta")
-    given: dict[str, Any] = {
-        **plain, "k_cache": cache, "v_cache": torch.empty_like(cache), "cache_seqlens": _indices(batch),
-        "page_table": torch.empty(batch, capacity // size, dtype=torch.int32, device="meta"),
-    }  # fmt: skip
-    if not chunk:
-        return (torch.empty(batch, 1, shape.heads_q, shape.head_dim, dtype=uses.dtype, device="meta"),), given
-    rows = batch - 1 + chunk
-    q = torch.empty(rows, shape.heads_q, shape.head_dim, dtype=uses.dtype, device="meta")
-    return (q,), given | {"cu_seqlens_q": _indices(batch + 1), "max_seqlen_q": chunk}
+def _steps(
+    what: str, shape: Shape, uses: Uses, plain: dict[str, Any], sizes: tuple[int, int, int], appends: bool
+) -> Iterator[Call]:
+    """A server's steps: some tokens of each sequence, or one of each and a chunk of a prompt."""
+    (size, batch, capacity), kind = sizes, uses.cache_dtype or uses.dtype
+    rows = (batch * capacity // size, size) if size else (batch, capacity)
+    cache = torch.empty(*rows, shape.heads_kv, shape.head_dim, dtype=kind, device="meta")
+    values = cache[..., : shape.head_dim_v] if shape.is_latent else torch.empty_like(cache)
+    given = {**plain, "k_cache": cache, "v_cache": values, "cache_seqlens": _indices(batch)}
+    if size:
+        given["page_table"] = _indices(batch, capacity // size)
+    if kind.itemsize == 1:
+        given["k_scale"] = given["v_scale"] = 1.0
+    most = 1 if shape.is_latent else 2  # a latent row's values are its key's
+    what = f"{what} over {kind}, pages of {size}, {capacity} keys, " + "appending, " * appends
+    for count in _ROWS:
+        q, *new = _qkv((batch, count), shape, uses.dtype)
+        yield f"{what}{batch} x {count}", (q, *new[: appends * most]), given
+    for chunk in _CHUNKS:
+        q, *new = _qkv((batch - 1 + chunk,), shape, uses.dtype)
+        packing = {"cu_seqlens_q": _indices(batch + 1), "max_seqlen_q": chunk}
+        yield f"{what}{batch} with a chunk of {chunk}", (q, *new[: appends * most]), given | packing
 
 
 def _qkv(rows: tuple[int, ...], shape: Shape, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    widths = shape.head_dim, shape.head_dim, shape.head_dim_v or shape.head_dim
     heads = shape.heads_q, shape.heads_kv, shape.heads_kv
-    return tuple(torch.empty(*rows, n, shape.head_dim, dtype=dtype, device="meta") for n in heads)
+    each = zip(heads, widths, strict=True)
+    return tuple(torch.empty(*rows, n, width, dtype=dtype, device="meta") for n, width in each)
 
 
-def _indices(count: int) -> Tensor:
-    return torch.empty(count, dtype=torch.int32, device="meta")
+def _indices(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.int32, device="meta")

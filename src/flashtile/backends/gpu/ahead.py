@@ -49,6 +49,7 @@ class Recorder:
 
     Attributes:
         builds: By key.
+        asked: The keys of all that was asked for, here or not.
         launches: With ``lists``, those that are to be compiled, by key.
         left_out: What cannot be in an archive, and why.
     """
@@ -56,6 +57,7 @@ class Recorder:
     def __init__(self, *, lists: bool = False) -> None:
         """Empty; with ``lists`` what is asked for is not compiled yet."""
         self.builds: dict[bytes, Found] = {}
+        self.asked: set[bytes] = set()
         self.launches: dict[bytes, Launch] = {}
         self.left_out: list[str] = []
         self._lists, self._lock = lists, threading.Lock()
@@ -73,6 +75,7 @@ class Recorder:
             self.left_out.append(f"{launch.kernel.__name__}: only code for NVIDIA GPUs is kept")
             return
         key = archive.key_of(f"sm_{target.arch}", text)
+        self.asked.add(key)
         if key in self.builds:
             return
         if self._lists:
