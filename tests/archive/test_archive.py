@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ import flashtile
 from flashtile import InvalidInputError, UnsupportedError
 from flashtile.backends.gpu import ahead, archive, build, host
 from flashtile.backends.gpu.archive import Archive
-from flashtile.backends.gpu.launch import Launch, lower, text_of
+from flashtile.backends.gpu.launch import Launch, compile_kernel, lower, text_of
+from flashtile.call.gpus import gpu_of
 from flashtile.core import trusted
+from tests.archive.asked import asked, on_gpu
 from tests.archive.hostile import HOSTILE, IN_PART, forget
 from tests.archive.machine import Driver, attend, present
 from tests.fuzz.drawn import draw
@@ -72,42 +76,73 @@ def test_launches_need_no_triton(built: Path) -> None:
     assert seen["launches"] == 3 * 4
 
 
-def test_what_is_launched_is_what_is_compiled_here(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The argument block of each launch byte for byte, and each kernel's code."""
-    made: dict[bool, list[Any]] = {True: [], False: []}
+def _launched(
+    monkeypatch: pytest.MonkeyPatch, arch: str, place: Path | str, call: Callable[[], object]
+) -> tuple[list[Any], list[str], dict[bytes, bytes]]:
+    """What a call launches, the kernels that it loads, and the code that it compiles."""
+    made: list[Any] = []
+    compiled: dict[bytes, bytes] = {}
     lay_out = host.Step._lay_out
 
     def seen(step: Any, leaves: Any, layout: Any) -> None:
         lay_out(step, leaves, layout)
-        made[with_archive].append((step.kernel.__name__, step._content, step._addresses, step._numbers))
-
-    compiled: dict[bytes, bytes] = {}
+        made.append((step.kernel.__name__, step._content, step._addresses, step._numbers))
 
     def compile_only(launch: Launch, what: Any, device: int) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        from flashtile.backends.gpu.launch import compile_kernel
-
-        found = compile_kernel(launch.kernel, what, launch.options, GPUTarget("cuda", 80, 32))
-        compiled[archive.key_of("sm_80", str(text_of(lower(launch)[0])))] = found.asm["cubin"]
+        target = GPUTarget("cuda", int(gpu_of(arch).arch), 32)
+        found = compile_kernel(launch.kernel, what, launch.options, target)
+        compiled[archive.key_of(arch, str(text_of(lower(launch)[0])))] = found.asm["cubin"]
         return type("Loaded", (), {"metadata": found.metadata, "asm": found.asm, "function": 7})()
 
-    monkeypatch.setattr(host.Step, "_lay_out", seen)
+    with monkeypatch.context() as patched, on_gpu(arch) as cuda:
+        patched.setattr(build, "_builds", {})
+        patched.setattr(host.Step, "_lay_out", seen)
+        patched.setattr(build, "load", compile_only)
+        _with(patched, place)
+        call()
+    return made, cuda.loaded, compiled
+
+
+def _assert_same(monkeypatch: pytest.MonkeyPatch, arch: str, place: Path, call: Callable[[], object]) -> None:
+    """The argument block of each launch byte for byte, and each kernel's code."""
     monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")
-    monkeypatch.setattr(build, "load", compile_only)
-    with_archive = False
-    _with(monkeypatch, "off")
-    with present((8, 0), Driver()):
-        attend((8, 0), **CALL)
-    monkeypatch.setattr(build, "_builds", {})
-    with_archive = True
-    _with(monkeypatch, built)
-    with present((8, 0), Driver()) as cuda:
-        attend((8, 0), **CALL)
-    assert made[True] == made[False] and len(made[True]) == 4 == len(cuda.loaded)
-    opened = Archive(built)
-    found = {key: opened.find(key) for key in compiled}
-    assert len(found) == 4 and all(each and each.code == compiled[key] for key, each in found.items())
+    compiled, loaded, code = _launched(monkeypatch, arch, "off", call)
+    assert compiled and code and not loaded
+    from_archive, loaded, none = _launched(monkeypatch, arch, place, call)
+    assert from_archive == compiled and len(loaded) == len(code) and not none
+    opened = Archive(place)
+    found = {key: opened.find(key) for key in code}
+    assert all(each and each.code == code[key] for key, each in found.items())
+
+
+def test_what_is_launched_is_what_is_compiled_here(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _assert_same(monkeypatch, "sm_80", built, lambda: attend((8, 0), **CALL))
+
+
+@pytest.mark.long
+def test_kernels_of_hopper_are_those_that_another_process_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward and a step of a server, as ``flashtile build`` compiles what a run missed."""
+    q, cache = torch.empty(2, 300, 4, 128, dtype=torch.bfloat16), torch.empty(64, 16, 2, 128, dtype=torch.bfloat16)
+    lengths, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 32, dtype=torch.int32)
+
+    def call() -> None:
+        flashtile.attention(q, q, q, causal=True)
+        flashtile.attention_with_kvcache(q[:, :1], cache, cache, cache_seqlens=lengths, page_table=table)
+
+    with asked("sm_90") as found:
+        call()
+    recorder = ahead.Recorder()
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for key, each in pool.map(ahead.compiled_line, map(ahead.as_json, found.values()), [90] * len(found)):
+            recorder.add(key, each)
+    assert recorder.builds.keys() == found.keys() and not recorder.left_out
+    recorder.write(tmp_path / "kernels.ftk")
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")  # not what that process left in Triton's cache
+    _assert_same(monkeypatch, "sm_90", tmp_path / "kernels.ftk", call)
 
 
 def test_the_same_calls_make_the_same_file(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

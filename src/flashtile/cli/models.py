@@ -104,7 +104,9 @@ class Uses(NamedTuple):
 
 # Numbers that between them reach each class of tiles: most share their kernels. ``tests/archive/test_wheel.py`` draws
 # others, which must need no further kernels.
-LENGTHS = (16, 64, 100, 200, 300, 512, 700, 1000, 1400, 2048, 3000, 8192)
+LENGTHS = (
+    16, 64, 67, 88, 100, 161, 200, 300, 449, 512, 514, 609, 700, 1000, 1025, 1400, 2048, 2049, 3000, 8192,
+)  # fmt: skip
 _BATCHES = (1, 8, 64)
 # Rows of each sequence of a step: a token, or as many as were guessed.
 _ROWS = (1, 2, 4, 8)
