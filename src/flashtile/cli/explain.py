@@ -102,16 +102,18 @@ def explain(
         deterministic=deterministic,
         needs_grad=grad,
     )
-    if device_type == "cpu":
-        typer.echo(dispatch.explain(problem, backend))
-        return
+    typer.echo(_explained(problem, backend, arch))
+
+
+def _explained(problem: Problem, backend: str | None, arch: str | None) -> str:
+    if problem.device_type == "cpu":
+        return dispatch.explain(problem, backend)
     shapes = described_tensors(problem)
     if arch is None:
-        typer.echo(dispatch.explain(problem, backend, shapes=shapes))
-        return
+        return dispatch.explain(problem, backend, shapes=shapes)
     token = AHEAD.set(gpu_of(f"sm_{arch.replace('.', '')}"))
     try:
-        typer.echo(_explain_elsewhere(problem, backend, shapes))
+        return _explain_elsewhere(problem, backend, shapes)
     finally:
         AHEAD.reset(token)
 

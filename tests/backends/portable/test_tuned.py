@@ -124,6 +124,7 @@ def test_explain_names_the_file(
     # The command on a machine with that GPU; one that is named by its capability has no tuned tiles.
     monkeypatch.setattr(explain, "_device", lambda *_: ("cuda", (9, 0)))
     monkeypatch.setattr(explain, "gpu_name", lambda device: "GPU 1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(dispatch, "reasons", lambda *_: [])
     asked = ["explain", "--causal", "--dtype", "bfloat16", "--backend", "portable"]
     assert main(asked) == 0 and f"tuned ({place})" in capsys.readouterr().out
