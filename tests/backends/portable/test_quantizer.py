@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton.language as tl
 
+from flashtile.backends.portable.rounding import kernels
 from tests.quantization.quantizer import CASES, Case, check, inputs
 
 
@@ -23,3 +25,9 @@ def test_numbers(case: Case) -> None:
 def test_numbers_of_float16(case: Case) -> None:
     # There is no bfloat16, whose products the interpreter takes for those of integers.
     check(case, inputs(case, torch.float16))
+
+
+def test_more_sequences_than_are_searched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SEARCH", tl.constexpr(2))
+    case = Case("five", 16, 16, ((1, 9), (0, 2), (128, 5), (3, 0), (2, 1)), True, rotate=False, smooth_k=False)
+    check(case, inputs(case))

@@ -60,11 +60,6 @@ def pointer(tensor: Tensor | None, operand: str) -> Pointer | None:
     return None if tensor is None else Pointer(tensor.dtype, operand, 0, tensor.data_ptr() % 16 == 0)
 
 
-def indices(tensor: Tensor | None, operand: str) -> Pointer | None:
-    """The ``Pointer`` to numbers of sequences or tokens: slices of a server's begin anywhere, and share a build."""
-    return None if tensor is None else Pointer(tensor.dtype, operand, 0, aligned=False)
-
-
 class Captured(NamedTuple):
     """A number of a call that is written into the block at each launch, as 64 bits.
 

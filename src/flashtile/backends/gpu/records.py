@@ -45,6 +45,11 @@ def rows_of(
     return Rows(pointer(tensor, name), desc, batch, row, head, tensor.shape[-1], block_dim, unit, len(strides) == 3)
 
 
+def indices(tensor: Tensor | None, operand: str) -> Pointer | None:
+    """The ``Pointer`` to numbers of sequences or tokens: slices of a server's begin anywhere, and share a build."""
+    return None if tensor is None else Pointer(tensor.dtype, operand, 0, aligned=False)
+
+
 def named(**given: Mod | None) -> tuple[tuple[Mod, ...] | None, str]:
     """The mods among those given, in their order, and their names, for ``Mods``."""
     found = {name: mod for name, mod in given.items() if mod is not None}

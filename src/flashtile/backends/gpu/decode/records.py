@@ -21,9 +21,9 @@ from flashtile.backends.gpu.decode.call import (
 from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, bounded, hopper_rows
 from flashtile.backends.gpu.device.records import Band, Mod, Mods, Rows, Sequences, Tree
 from flashtile.backends.gpu.intervals import intervals_of
-from flashtile.backends.gpu.launch import Pointer, indices, pointer
+from flashtile.backends.gpu.launch import Pointer, pointer
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.records import alibi_of, functions_of, named, rows_of, softcap_of
+from flashtile.backends.gpu.records import alibi_of, functions_of, indices, named, rows_of, softcap_of
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 

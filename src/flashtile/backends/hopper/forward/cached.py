@@ -7,7 +7,8 @@ from torch import Tensor
 
 from flashtile.backends.gpu.decode.config import bounded
 from flashtile.backends.gpu.device.records import Rows
-from flashtile.backends.gpu.launch import Launch, Pointer, indices, pointer
+from flashtile.backends.gpu.launch import Launch, Pointer, pointer
+from flashtile.backends.gpu.records import indices
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache, CacheScale, Paging
 from flashtile.backends.hopper.forward import config as configs

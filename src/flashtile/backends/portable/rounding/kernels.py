@@ -23,8 +23,8 @@ LARGEST: tl.constexpr = tl.constexpr(_LARGEST)
 # The keys of a head are summed in so many parts, then these, always in this order: the same bits in every run.
 SPLITS: tl.constexpr = tl.constexpr(records.MEAN_SPLITS)
 MOST_KEYS: tl.constexpr = tl.constexpr(_MOST_KEYS)
-# Bounds of sequences that are read at once, the same for any number of them.
-SEARCH: tl.constexpr = tl.constexpr(256)
+# Bounds of sequences that are read at once, the same for any number of them: with 256, ptxas spills 50 numbers.
+SEARCH: tl.constexpr = tl.constexpr(128)
 
 
 class Block(NamedTuple):
