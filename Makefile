@@ -28,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Triton's interpreter is on or off for a whole process, from before Triton is imported.
 INTERPRETED := tests/backends/portable tests/backends/device tests/backends/decode
 
-.PHONY: demo test test-long test-all test-plain-math test-oldest check docs wheel kernels plugins fuzz gpu clean
+.PHONY: demo test test-long test-all test-plain-math test-oldest check docs wheel kernels kernels-wheel kernels-check plugins fuzz gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/flashtile-lab demo
@@ -86,6 +86,33 @@ wheel: $(VENV)/.dev
 	$(VENV)/wheel/bin/python -m pip install --quiet '$(TORCH)' dist/*.whl
 	$(VENV)/wheel/bin/python -I docs/blocks.py README.md docs/quickstart.md
 	rm -rf $(VENV)/wheel
+
+# The wheel flashtile-kernels: the kernels of a list's calls, for each architecture in parallel, and what is there already is
+# kept: hours of a core for all.
+KERNELS_FOR ?= sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
+# Of the folder $(1), with its pyproject.toml, the wheel of the calls in $(2) for $(3); the wheel is in the folder's dist.
+define kernels_wheel
+	for arch in $(3); do \
+	  $(BIN)/flashtile build --arch $$arch --list $(2) --exact -o $(1)/flashtile_kernels/$$arch.ftk || exit 1; done
+	rm -rf $(1)/dist && mkdir $(1)/dist
+	$(BIN)/python -m build --wheel --outdir $(1)/dist $(1) >$(1)/dist/build.log 2>&1 || { cat $(1)/dist/build.log; exit 1; }
+endef
+kernels-wheel: $(VENV)/.dev
+	$(call kernels_wheel,kernels,kernels/calls.txt,$(KERNELS_FOR))
+	$(BIN)/python tools/kernels_wheel.py kernels/dist $(KERNELS_FOR)
+
+# Such a wheel of a few kernels: what it holds; a sample built again, byte for byte; and each call of its list, installed, with
+# Triton blocked and a driver that launches nothing.
+FEW := $(VENV)/few
+FEW_FOR := sm_80 sm_90
+kernels-check: $(VENV)/.dev
+	rm -rf $(FEW) && mkdir -p $(FEW)/flashtile_kernels
+	cp kernels/pyproject.toml kernels/README.md kernels/LICENSE $(FEW) && cp kernels/flashtile_kernels/__init__.py $(FEW)/flashtile_kernels
+	$(call kernels_wheel,$(FEW),kernels/few.txt,$(FEW_FOR))
+	$(BIN)/python tools/kernels_wheel.py $(FEW)/dist $(FEW_FOR) --again kernels/few.txt
+	$(BIN)/python -m pip install --quiet --no-deps --target $(FEW)/installed $(FEW)/dist/*.whl
+	for arch in $(FEW_FOR); do \
+	  PYTHONPATH=$(FEW)/installed$${PYTHONPATH:+:$$PYTHONPATH} $(BIN)/python -W error -m tests.archive.machine --list kernels/few.txt $$arch || exit 1; done
 
 # Builds GPU kernels with no GPU: all of the Hopper backend on the pinned Triton; a few configurations of each kernel for
 # every target on the oldest, the pinned and the newest. Runs on the CPU what the oldest and the newest make of Hopper's. Builds

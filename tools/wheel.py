@@ -12,9 +12,9 @@ METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE
 
 
 def files(folder: str) -> set[str]:
-    """The files of a folder, named from the root, without what Python leaves there."""
+    """The files of a folder, named from the root, without what Python leaves there and what is built there."""
     found = (path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file())
-    return {name for name in found if "__pycache__" not in name}
+    return {name for name in found if "__pycache__" not in name and not name.endswith((".ftk", ".whl"))}
 
 
 def differences(dist: Path) -> list[str]:
@@ -29,8 +29,11 @@ def differences(dist: Path) -> list[str]:
     found += [f"{wheel.name} should not hold {each}" for each in sorted(packed - expected)]
     with tarfile.open(sdist) as archive:
         sources = {each.name.partition("/")[2] for each in archive if each.isfile()}
-    wanted = {"pyproject.toml", "LICENSE"}.union(*map(files, ("src", "extras", "tests", "tools", "docs", "examples")))
+    wanted = {"pyproject.toml", "LICENSE"}.union(
+        *map(files, ("src", "extras", "tests", "tools", "docs", "examples", "kernels"))
+    )
     found += [f"{sdist.name} lacks {each}" for each in sorted(wanted - sources)]
+    found += [f"{sdist.name} should not hold {each}" for each in sorted(sources) if each.endswith(".ftk")]
     print(f"{wheel.name}: {len(packed)} files, {wheel.stat().st_size >> 10} KiB; {sdist.name}: {len(sources)} files")
     return found
 

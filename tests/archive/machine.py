@@ -1,7 +1,8 @@
 """A GPU that is not there: PyTorch and the driver say that it is, kernels are loaded and launched, and do nothing.
 
 ``python -m tests.archive.machine FILE`` runs a few calls on it with an archive and with Triton blocked, and prints as
-JSON the kernels that were loaded and how many launches there were.
+JSON the kernels that were loaded and how many launches there were. With ``--list FILE sm_90`` public functions run each
+call of a list, and the kernels are those of the wheel that is installed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -121,10 +123,77 @@ def attend(capability: Capability, **options: Any) -> None:
     backward(tensors, out, lse, dout, None)
 
 
-if __name__ == "__main__":
-    os.environ["FLASHTILE_KERNELS"] = sys.argv[1]
-    sys.modules["triton"] = None  # type: ignore[assignment]
+@contextmanager
+def planned_for(arch: str) -> Iterator[Driver]:
+    """``present``, where public calls on tensors without data run on a GPU of an architecture."""
+    from flashtile.call.gpus import gpu_of
+    from flashtile.call.problem import AHEAD, Problem
+
+    gpu, init = gpu_of(arch), Problem.__init__
+    assert gpu.capability is not None
+
+    def on_gpu(problem: Problem, *given: Any, **named: Any) -> None:
+        init(problem, *given, **named)
+        if problem.device_type == "meta":
+            object.__setattr__(problem, "device_type", "cuda")
+            object.__setattr__(problem, "compute_capability", gpu.capability)
+
+    token = AHEAD.set(gpu)  # by which tensors without data are of a device with its multiprocessors
+    try:
+        with (
+            present(gpu.capability, Driver()) as cuda,
+            mock.patch.object(Problem, "__init__", on_gpu),
+            mock.patch.object(torch.Tensor, "is_meta", False),  # PyTorch's operators would make results alone
+        ):
+            yield cuda
+    finally:
+        AHEAD.reset(token)
+
+
+def call(given: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
+    """A call of ``cli.models`` as users write it."""
+    import flashtile
+
+    options = dict(options)
+    backward = options.pop("backward", False)
+    if "k_cache" in options:
+        q, *new = given
+        caches = options.pop("k_cache"), options.pop("v_cache")
+        flashtile.attention_with_kvcache(q, *caches, **dict(zip("kv", new, strict=False)), **options)  # type: ignore[arg-type]
+        return
+    q, k, v = (x.detach().requires_grad_(backward) for x in given)
+    function = flashtile.attention_varlen if "cu_seqlens_q" in options else flashtile.attention
+    out: Any = function(q, k, v, **options)
+    if backward:
+        out.backward(torch.empty_like(out))
+
+
+def run_list(file: str, arch: str) -> dict[str, Any]:
+    """Runs the calls of a list with what is installed, and Triton blocked."""
+    import typer
+
+    from flashtile.cli.app import app
+    from flashtile.cli.build import list_calls
+
+    made = 0
+    with planned_for(arch) as cuda:
+        for what, given, options in list_calls(Path(file), typer.main.get_command(app).commands["build"]):  # type: ignore[attr-defined]
+            before = len(cuda.started)
+            call(given, options)
+            assert len(cuda.started) > before, what
+            made += 1
+    return {"calls": made, "loaded": cuda.loaded, "launches": len(cuda.started)}
+
+
+def run_archive(place: str) -> dict[str, Any]:
+    """Runs three lengths with an archive."""
+    os.environ["FLASHTILE_KERNELS"] = place
     with present((8, 0), Driver()) as cuda:
         for length in (100, 1000, 3001):
             attend((8, 0), shape=(2, length, 4, 64), causal=True, backend="portable")
-    print(json.dumps({"loaded": cuda.loaded, "launches": len(cuda.started)}))
+    return {"loaded": cuda.loaded, "launches": len(cuda.started)}
+
+
+if __name__ == "__main__":
+    sys.modules["triton"] = None  # type: ignore[assignment]
+    print(json.dumps(run_list(*sys.argv[2:]) if sys.argv[1] == "--list" else run_archive(sys.argv[1])))

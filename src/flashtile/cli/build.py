@@ -24,7 +24,7 @@ from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 # No options of a layer: those of the whole command.
-_OF_COMMAND = ("out", "arch", "listed", "missed", "exact", "jobs")
+_OF_COMMAND = ("listed", "missed", "exact", "jobs")
 # What was compiled is written as often, so that no more is lost where a machine takes the process away.
 _EACH_S = 120
 
@@ -53,6 +53,10 @@ def build(
         typer.Option("--append/--no-append", help="With --pages: calls that write keys, or others; both if left out."),
     ] = None,
     cache: Annotated[str | None, typer.Option(help="The cache's dtype, fp8 or as --dtype if left out.")] = None,
+    seqlen: Annotated[
+        list[int] | None, typer.Option(min=1, help="Of such lengths alone; for a server of such chunks of prompts.")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Of so many sequences alone.")] = None,
     listed: Annotated[
         Path | None, typer.Option("--list", help="A file with such options in each line, for many layers.")
     ] = None,
@@ -71,13 +75,13 @@ def build(
     gpu = gpu_of(arch)
     if gpu.backend != "cuda":
         raise InvalidInputError("--arch", f"is {arch}, but archives hold code for NVIDIA GPUs alone")
-    wanted = wanted_calls(context.params) + ([] if listed is None else list_calls(context, listed))
+    wanted = wanted_calls(context.params) + ([] if listed is None else list_calls(listed, context.command))
     lines = [] if missed is None else sorted(set(_read(missed, "--missed").splitlines()))
     if not wanted and not lines:
         raise InvalidInputError("--model", "is missing: --model llama3-8b, or --heads 32/8 --head-dim 128, or --list")
     start_s = time.perf_counter()
     with ahead.into(out, lists=True) as recorder:
-        refused = _list(wanted, arch)
+        refused = list_launches(wanted, arch)
         for line in lines:
             try:
                 recorder.build(ahead.from_json(line), GPUTarget("cuda", gpu.arch, 32))
@@ -108,22 +112,21 @@ def wanted_calls(options: dict[str, Any]) -> list[Call]:
     uses = Uses(
         torch.float16, trains, trains and options["packed"], not options["forward"], pages,
         None if options["cache"] is None else _dtype(options["cache"], "--cache"),
-        (False, True) if appends is None else (appends,),
+        (False, True) if appends is None else (appends,), tuple(options["seqlen"] or ()), tuple(options["batch"] or ()),
     )  # fmt: skip
     kinds = [_dtype(name, "--dtype") for name in options["dtype"].split(",")]
     return [call for shape in shapes for kind in kinds for call in calls(shape, uses._replace(dtype=kind))]
 
 
-def list_calls(context: typer.Context, file: Path) -> list[Call]:
-    """The calls of a list: in each line options of a command line that name layers."""
+def list_calls(file: Path, command: Any) -> list[Call]:
+    """The calls of a list: in each line options that name layers, of the command ``build``."""
     found: list[Call] = []
     for number, line in enumerate(_read(file, "--list").splitlines(), 1):
         if not (words := shlex.split(line, comments=True)):
             continue
         # What the command cannot be without.
-        whole = [*words, "--arch", context.params["arch"], "--out", str(context.params["out"])]
-        options = context.command.make_context(f"line {number} of {file.name}", whole).params
-        if any(options[name] for name in _OF_COMMAND[2:]):
+        options = command.make_context(f"line {number} of {file.name}", [*words, "--arch=", "--out="]).params
+        if any(options[name] for name in _OF_COMMAND):
             raise InvalidInputError("--list", f"has in line {number} what is not an option of layers: {line.strip()}")
         found += wanted_calls(options)
     return found
@@ -160,7 +163,7 @@ def _dtype(name: str, option: str) -> torch.dtype:
     return _DTYPES[name.strip()]
 
 
-def _list(wanted: list[Call], arch: str) -> list[str]:
+def list_launches(wanted: list[Call], arch: str) -> list[str]:
     """Lists the kernels that calls need; returns what no backend runs."""
     refused = []
     for what, tensors, options in wanted:

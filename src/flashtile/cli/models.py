@@ -89,7 +89,8 @@ class Uses(NamedTuple):
         pages: Rows of a cache's page for each server to build for, 0 for a cache without pages; empty for no serving.
         cache_dtype: Of the cache.
         appends: Whether a server's steps write their keys; some servers write them beforehand.
-        batches: Sequences of a server's steps.
+        lengths: Rows of a sequence, and of a chunk of a prompt; empty for all that need kernels of their own.
+        batches: Sequences, and those of a server's step; likewise.
     """
 
     dtype: torch.dtype
@@ -99,19 +100,19 @@ class Uses(NamedTuple):
     pages: tuple[int, ...] = ()
     cache_dtype: torch.dtype | None = None
     appends: tuple[bool, ...] = (False, True)
-    batches: tuple[int, ...] = (1, 4, 16, 64, 256)
+    lengths: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()
 
 
 # Numbers that between them reach each class of tiles: most share their kernels. ``tests/archive/test_wheel.py`` draws
 # others, which must need no further kernels.
-LENGTHS = (
-    16, 64, 67, 88, 100, 161, 200, 300, 449, 512, 514, 609, 700, 1000, 1025, 1400, 2048, 2049, 3000, 8192,
-)  # fmt: skip
-_BATCHES = (1, 8, 64)
+_LENGTHS = (16, 64, 68, 100, 134, 200, 270, 512, 576, 766, 1000, 1050, 1088, 1400, 2048, 3000, 8192)
+_BATCHES = (1, 2, 4, 8, 32, 64)
+_STEPS = (1, 4, 8, 16, 32, 64, 200, 256)
 # Rows of each sequence of a step: a token, or as many as were guessed.
 _ROWS = (1, 2, 4, 8)
 # The most rows of a sequence of packed ones: guessed ones, and a chunk of a prompt beside sequences of a token.
-_CHUNKS = (2, 4, 8, 32, 64, 128, 256, 512, 2048, 8192)
+_CHUNKS = (2, 4, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 6000, 8192)
 # Keys that a sequence may have.
 _CAPACITIES = (8192, 32768)
 
@@ -126,23 +127,19 @@ def calls(shape: Shape, uses: Uses) -> Iterator[Call]:
         plain["sinks"] = torch.empty(shape.heads_q, device="meta")
     training = {**plain, "backward": uses.backward}
     what = f"{shape.heads_q}/{shape.heads_kv} x {shape.head_dim} {str(uses.dtype).removeprefix('torch.')}"
-    for length in () if shape.is_latent else LENGTHS:
-        for batch in _BATCHES:
+    for length in () if shape.is_latent else uses.lengths or _LENGTHS:
+        for batch in uses.batches or _BATCHES:
             if uses.dense:
                 yield f"{what}, {batch} x {length} rows", _qkv((batch, length), shape, uses.dtype), training
             if uses.packed:
-                bounds = _indices(batch + 1)
-                packing = {
-                    "cu_seqlens_q": bounds,
-                    "cu_seqlens_k": bounds,
-                    "max_seqlen_q": length,
-                    "max_seqlen_k": length,
-                }
+                packing: dict[str, Any] = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), length)
+                # One tensor, as of sequences that attend to themselves.
+                packing |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), _indices(batch + 1))
                 rows = _qkv((batch * length,), shape, uses.dtype)
                 yield f"{what}, packed {batch} x {length}", rows, training | packing
     # What has narrower values keeps latent rows.
     for size in uses.pages if shape.is_latent or not shape.head_dim_v else ():
-        for batch, capacity, appends in itertools.product(uses.batches, _CAPACITIES, uses.appends):
+        for batch, capacity, appends in itertools.product(uses.batches or _STEPS, _CAPACITIES, uses.appends):
             yield from _steps(what, shape, uses, plain, (size, batch, capacity), appends)
 
 
@@ -161,10 +158,10 @@ def _steps(
         given["k_scale"] = given["v_scale"] = 1.0
     most = 1 if shape.is_latent else 2  # a latent row's values are its key's
     what = f"{what} over {kind}, pages of {size}, {capacity} keys, " + "appending, " * appends
-    for count in _ROWS:
+    for count in (1,) if uses.lengths else _ROWS:
         q, *new = _qkv((batch, count), shape, uses.dtype)
         yield f"{what}{batch} x {count}", (q, *new[: appends * most]), given
-    for chunk in _CHUNKS:
+    for chunk in uses.lengths or _CHUNKS:
         q, *new = _qkv((batch - 1 + chunk,), shape, uses.dtype)
         packing = {"cu_seqlens_q": _indices(batch + 1), "max_seqlen_q": chunk}
         yield f"{what}{batch} with a chunk of {chunk}", (q, *new[: appends * most]), given | packing

@@ -1,0 +1,1 @@
+"""flashtile's kernels, built ahead: one archive an architecture. Nothing is imported from here; flashtile finds it."""
