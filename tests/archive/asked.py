@@ -6,7 +6,6 @@ import sys
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -68,8 +67,12 @@ def asked(arch: str) -> Iterator[dict[bytes, launch.Launch]]:
         yield found
 
 
-def missing(found: dict[bytes, launch.Launch], calls: Iterable[Call], arch: str, folder: Path) -> list[str]:
+def missing(found: dict[bytes, launch.Launch], calls: Iterable[Call], arch: str) -> list[str]:
     """The kernels of launches that ``flashtile build`` would not compile for calls."""
-    with ahead.into(folder / "none.ftk", lists=True) as recorder:
-        assert command._list([*calls], arch) == []
-    return [each.kernel.__name__ for key, each in found.items() if key not in recorder.launches]
+    recorder = ahead.Recorder(lists=True)
+    token = ahead.RECORDER.set(recorder)
+    try:
+        assert command.list_launches([*calls], arch) == []
+    finally:
+        ahead.RECORDER.reset(token)
+    return [each.kernel.__name__ for key, each in found.items() if key not in recorder.asked]

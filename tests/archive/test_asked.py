@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,24 +40,24 @@ def _asked(case: str) -> dict[bytes, Launch]:
     return found
 
 
-def test_a_server_asks_for_nothing_that_is_not_listed(tmp_path: Path) -> None:
+def test_a_server_asks_for_nothing_that_is_not_listed() -> None:
     """With ``--model llama3-8b --packed --pages 16 --forward``, on tensors as vLLM has them."""
     (layer,) = models()["llama3-8b"]
     found = _asked("a server's start")
     names = {each.kernel.__name__ for each in found.values()}
     assert {"cache_append", "cache_attention", "attention_forward"} <= names
-    assert missing(found, calls(layer, Uses(BRAIN, True, True, False, (16,))), "sm_90", tmp_path) == []
+    assert missing(found, calls(layer, Uses(BRAIN, True, True, False, (16,))), "sm_90") == []
 
 
 @pytest.mark.parametrize("layer", [Shape(32, 8, 128, True), Shape(28, 4, 64, False), Shape(32, 8, 256, True)], ids=str)
-def test_trainings_of_any_length_ask_for_nothing_that_is_not_listed(layer: Shape, tmp_path: Path) -> None:
+def test_trainings_of_any_length_ask_for_nothing_that_is_not_listed(layer: Shape) -> None:
     with asked("sm_90") as found:
         for length in random.Random(0).sample(range(1, 8193), 231):
             heads = layer.heads_q, layer.heads_kv, layer.heads_kv
             q, k, v = (torch.empty(2, length, n, layer.head_dim, dtype=BRAIN, requires_grad=True) for n in heads)
             flashtile.attention(q, k, v, causal=layer.causal).backward(torch.empty_like(q))
     assert 8 < len(found) < 20
-    assert missing(found, calls(layer, Uses(BRAIN, True, False, True)), "sm_90", tmp_path) == []
+    assert missing(found, calls(layer, Uses(BRAIN, True, False, True)), "sm_90") == []
 
 
 # Heads, head_dim and uses of a layer that a case is a call of.
@@ -77,7 +76,7 @@ LISTED: dict[str, tuple[Shape, Uses]] = {
 
 
 @pytest.mark.parametrize("case", LISTED)
-def test_first_calls_ask_for_nothing_that_is_not_listed(case: str, tmp_path: Path) -> None:
+def test_first_calls_ask_for_nothing_that_is_not_listed(case: str) -> None:
     layer, uses = LISTED[case]
     found = _asked(case)
-    assert found and missing(found, calls(layer, uses), "sm_90", tmp_path) == []
+    assert found and missing(found, calls(layer, uses), "sm_90") == []
