@@ -28,6 +28,8 @@ from benchmarks.results import ROOT, Row
 from benchmarks.session import Session, new_parser, run_command, words
 from benchmarks.table import to_text
 
+# Tests put a machine without a GPU here.
+DEVICE = "cuda"
 STATES = ("empty cache", "warm cache", "archive")
 # Relative to the norm: what 16 and 8 bits lose.
 _MOST_ERROR, _MOST_ERROR_OF_8_BITS = 0.02, 0.1
@@ -35,7 +37,7 @@ _MOST_ERROR, _MOST_ERROR_OF_8_BITS = 0.02, 0.1
 
 def _dense(dim: int = 128, heads: tuple[int, int] = (16, 16), batch: int = 2, rows: int = 2048) -> list[Tensor]:
     shapes = ((batch, rows, n, dim) for n in (heads[0], heads[1], heads[1]))
-    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    return [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, cap: float = 0.0, left: int | None = None) -> Tensor:
@@ -61,7 +63,7 @@ def _of_dense(dim: int = 128, heads: tuple[int, int] = (16, 16), **options: Any)
 def _packed() -> Made:
     inputs = [x.detach().flatten(0, 1).requires_grad_() for x in _dense()]
     ends = [0, 1000, 1001, 2048, 4096]
-    bounds = torch.tensor(ends, device="cuda", dtype=torch.int32)
+    bounds = torch.tensor(ends, device=DEVICE, dtype=torch.int32)
 
     def plain() -> Tensor:
         parts = [[x[None, a:b] for x in inputs] for a, b in itertools.pairwise(ends)]
@@ -71,11 +73,11 @@ def _packed() -> Made:
 
 
 def _decode(append: bool = False, dim: int = 128, heads: tuple[int, int] = (32, 8)) -> Made:
-    lengths = torch.tensor([1, 77, 500, 1024, 2000, 4095, 6000, 8000], device="cuda", dtype=torch.int32)
-    caches = [torch.randn(1024, 64, heads[1], dim, device="cuda", dtype=torch.bfloat16) for _ in "kv"]
-    table = torch.randperm(1024, device="cuda", dtype=torch.int32).view(8, -1)
-    q = torch.randn(8, 1, heads[0], dim, device="cuda", dtype=torch.bfloat16)
-    new = [torch.randn(8, 1, heads[1], dim, device="cuda", dtype=torch.bfloat16) if append else None for _ in "kv"]
+    lengths = torch.tensor([1, 77, 500, 1024, 2000, 4095, 6000, 8000], device=DEVICE, dtype=torch.int32)
+    caches = [torch.randn(1024, 64, heads[1], dim, device=DEVICE, dtype=torch.bfloat16) for _ in "kv"]
+    table = torch.randperm(1024, device=DEVICE, dtype=torch.int32).view(8, -1)
+    q = torch.randn(8, 1, heads[0], dim, device=DEVICE, dtype=torch.bfloat16)
+    new = [torch.randn(8, 1, heads[1], dim, device=DEVICE, dtype=torch.bfloat16) if append else None for _ in "kv"]
 
     def plain() -> Tensor:
         outs = []
@@ -124,6 +126,79 @@ def _quantized() -> Made:
     return lambda: flashtile.attention(*inputs, precision="fp8"), [], lambda: _plain(*inputs, False)
 
 
+class _Server:
+    """A layer of Llama-3 8B in a server, called as the plug-in for vLLM does, over pages of 16 rows.
+
+    q, k and v are parts of one projection, keys and values lie side by side in the server's cache, and what steps
+    differ in are parts of the tensors that it keeps for the most sequences.
+    """
+
+    heads, heads_kv, dim, size, most = 32, 8, 128, 16, 256
+
+    def __init__(self) -> None:
+        pages = 32 * 512
+        self.cache = torch.randn(pages, self.heads_kv, self.size, 2 * self.dim, device=DEVICE, dtype=torch.bfloat16)
+        shuffled = torch.randperm(pages, device=DEVICE, dtype=torch.int32)
+        # Sequences share pages, but for the first 32.
+        self.table = shuffled.repeat(self.most // 32).view(self.most, 512)
+        self.before = torch.empty(self.most, device=DEVICE, dtype=torch.int32)
+        self.bounds = torch.empty(self.most + 1, device=DEVICE, dtype=torch.int32)
+        wide = (self.heads + 2 * self.heads_kv) * self.dim
+        self.projected = torch.randn(8192, wide, device=DEVICE, dtype=torch.bfloat16)
+
+    def step(self, rows: Sequence[int], before: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """The result of a step with so many new rows of each sequence after so many; with its q, k and v."""
+        count, total = len(rows), sum(rows)
+        widths = [self.heads * self.dim, self.heads_kv * self.dim, self.heads_kv * self.dim]
+        new = [x.unflatten(-1, (-1, self.dim)) for x in self.projected[:total].split(widths, dim=-1)]
+        q, k, v = new
+        out = torch.empty(total, self.heads, self.dim, device=DEVICE, dtype=torch.bfloat16)
+        self.before[:count] = torch.tensor(before, dtype=torch.int32)
+        self.bounds[: count + 1] = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32)
+        options: dict[str, Any] = {"cu_seqlens_q": self.bounds[: count + 1], "max_seqlen_q": max(rows)}
+        into = out
+        if max(rows) == 1:
+            q, k, v, into, options = q[:, None], k[:, None], v[:, None], out[:, None], {}
+        caches = self.cache.transpose(1, 2).split(self.dim, dim=-1)
+        flashtile.attention_with_kvcache(
+            q, *caches, k=k, v=v, cache_seqlens=self.before[:count], page_table=self.table[:count], out=into,
+            causal=True, window_size=None, softmax_scale=self.dim**-0.5, softcap=0.0, **options,
+        )  # fmt: skip
+        return out, new
+
+
+def _server() -> Made:
+    """A server's start: prompts, chunks beside single tokens, and single tokens of 1 to 256 sequences."""
+    server = _Server()
+    firsts = [
+        (count, [length] * count) for length in (512, 2048, 4096) for count in (1, 2, 4) if count * length <= 8192
+    ]
+    mixed = [[1] * count + [chunk] for count in (1, 7, 31, 63, 255) for chunk in (64, 481, 1985)]
+    singles = [1, 2, 4, *range(8, 257, 8)]
+    kept: list[Any] = []
+
+    def call() -> Tensor:
+        outs = []
+        for count, rows in firsts:
+            out, new = server.step(rows, [0] * count)
+            if sum(rows) == 512:
+                outs.append(out)
+                kept.append([x[None] for x in new])
+        for rows in mixed:
+            server.step(rows, [100 + n for n in range(len(rows))])
+        for count in reversed(singles):
+            out, new = server.step([1] * count, [200 + 17 * n for n in range(count)])
+        return torch.cat([*outs, out])
+
+    def plain() -> Tensor:
+        # The last step is a token after the 200 of one sequence, and has written it.
+        k, v = server.cache.transpose(1, 2)[server.table[0].long()].flatten(0, 1)[None, :201].split(server.dim, dim=-1)
+        q = server.projected[:1, : server.heads * server.dim].view(1, 1, server.heads, server.dim)
+        return torch.cat([*(_plain(*each, True)[0] for each in kept), _plain(q, k, v, False)[0]])
+
+    return call, [], plain
+
+
 def _lengths() -> Made:
     """A call before the clock starts, then forwards and backwards of twenty new lengths."""
     drawn = [7, 50, 300, 800, *random.Random(0).sample(range(1025, 8193), 16)]
@@ -149,6 +224,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "decode, 64 over 2 heads of 64": lambda: _decode(False, 64, (64, 2)),
     "portable, d128": lambda: _of_dense(causal=True, backend="portable"),
     "8 bits": _quantized, "a function of the user's": _function, "20 new lengths": _lengths,
+    "a server's start": _server,
     "FlexAttention, the same function": _flex,
 }  # fmt: skip
 
@@ -156,7 +232,7 @@ CASES: dict[str, Callable[[], Made]] = {
 def _child(name: str) -> dict[str, Any]:
     """Times one case in this process."""
     torch.manual_seed(0)
-    (torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")).sum().item()
+    (torch.randn(64, 64, device=DEVICE) @ torch.randn(64, 64, device=DEVICE)).sum().item()
     call, inputs, plain = CASES[name]()
     torch.cuda.synchronize()
     start_s = time.perf_counter()
@@ -169,6 +245,10 @@ def _child(name: str) -> dict[str, Any]:
         torch.cuda.synchronize()
         found["backward_s"] = time.perf_counter() - start_s
     found["imports_triton"] = "triton" in sys.modules
+    from flashtile.backends.gpu import build
+
+    found["compiled"] = sum(not each.archive for each in build._builds.values())
+    found["loaded"] = len(build._builds) - found["compiled"]
     grads = [x.grad.clone() for x in inputs if x.grad is not None]
     for x in inputs:
         x.grad = None
@@ -202,15 +282,16 @@ def rows_of(name: str, state: str, session: Session, cache: str, kernels: str) -
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Seconds, a line a case: forward, backward, and whether Triton was imported."""
-    lines = [["what", "state", "forward, s", "backward, s", "imports Triton"]]
+    """Seconds, a line a case: forward, backward, kernels compiled, and whether Triton was imported."""
+    lines = [["what", "state", "forward, s", "backward, s", "compiled", "imports Triton"]]
     for row in rows:
         state, values = row.case["measure"].partition(", ")[2], row.values or {}
         if row.median_ms is None:
-            lines.append([row.case["name"], state, str(row.error)[:60], "", ""])
+            lines.append([row.case["name"], state, str(row.error)[:60], "", "", ""])
             continue
         back = f"{values['backward_s']:.2f}" if "backward_s" in values else ""
-        lines.append([row.case["name"], state, f"{row.median_ms / 1e3:.2f}", back, str(values["imports_triton"])])
+        compiled, imports = str(values.get("compiled", "")), str(values["imports_triton"])
+        lines.append([row.case["name"], state, f"{row.median_ms / 1e3:.2f}", back, compiled, imports])
     return to_text(lines)
 
 

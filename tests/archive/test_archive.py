@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ import torch
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError
 from flashtile.backends.gpu import ahead, archive, build, host
-from flashtile.backends.gpu.archive import ENTRY, HEAD, MAGIC, Archive
-from flashtile.backends.gpu.launch import Launch, lower, text_of
+from flashtile.backends.gpu.archive import Archive
+from flashtile.backends.gpu.launch import Launch, compile_kernel, lower, text_of
+from flashtile.call.gpus import gpu_of
+from flashtile.core import trusted
+from tests.archive.asked import asked, on_gpu
+from tests.archive.hostile import HOSTILE, IN_PART, forget
 from tests.archive.machine import Driver, attend, present
 from tests.fuzz.drawn import draw
 from tests.fuzz.launches import started
@@ -27,6 +32,8 @@ from tests.fuzz.launches import started
 pytest.importorskip("triton")
 
 CALL: dict[str, Any] = dict(shape=(2, 300, 4, 64), causal=True, backend="portable")
+# The kernels of that call.
+EVERYTHING = ["attention_forward", "prepare_rows", "attention_backward_dkdv", "attention_backward_dq"]
 
 
 def _meta(*shape: int) -> torch.Tensor:
@@ -45,12 +52,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No archive but those that a test names, and no build of another test."""
-
-    def forget() -> None:
-        for name in ("archives", "_warn_once", "why_off", "digest_of", "_arch", "_is_for_a_device"):
-            if hasattr(cached := getattr(archive, name), "cache_clear"):
-                cached.cache_clear()
-
     monkeypatch.setattr(build, "_builds", {})
     for name in [name for name in os.environ if name.startswith("TRITON_") and name != "TRITON_CACHE_DIR"]:
         monkeypatch.delenv(name)
@@ -71,47 +72,77 @@ def test_launches_need_no_triton(built: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    names = {"attention_forward", "prepare_rows", "attention_backward_dkdv", "attention_backward_dq"}
-    assert set(seen["loaded"]) == names and len(seen["loaded"]) == 4
+    assert sorted(seen["loaded"]) == sorted(EVERYTHING)
     assert seen["launches"] == 3 * 4
 
 
-def test_what_is_launched_is_what_is_compiled_here(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The argument block of each launch byte for byte, and each kernel's code."""
-    made: dict[bool, list[Any]] = {True: [], False: []}
+def _launched(
+    monkeypatch: pytest.MonkeyPatch, arch: str, place: Path | str, call: Callable[[], object]
+) -> tuple[list[Any], list[str], dict[bytes, bytes]]:
+    """What a call launches, the kernels that it loads, and the code that it compiles."""
+    made: list[Any] = []
+    compiled: dict[bytes, bytes] = {}
     lay_out = host.Step._lay_out
 
     def seen(step: Any, leaves: Any, layout: Any) -> None:
         lay_out(step, leaves, layout)
-        made[with_archive].append((step.kernel.__name__, step._content, step._addresses, step._numbers))
-
-    compiled: dict[bytes, bytes] = {}
+        made.append((step.kernel.__name__, step._content, step._addresses, step._numbers))
 
     def compile_only(launch: Launch, what: Any, device: int) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        from flashtile.backends.gpu.launch import compile_kernel
-
-        found = compile_kernel(launch.kernel, what, launch.options, GPUTarget("cuda", 80, 32))
-        compiled[archive.key_of("sm_80", str(text_of(lower(launch)[0])))] = found.asm["cubin"]
+        target = GPUTarget("cuda", int(gpu_of(arch).arch), 32)
+        found = compile_kernel(launch.kernel, what, launch.options, target)
+        compiled[archive.key_of(arch, str(text_of(lower(launch)[0])))] = found.asm["cubin"]
         return type("Loaded", (), {"metadata": found.metadata, "asm": found.asm, "function": 7})()
 
-    monkeypatch.setattr(host.Step, "_lay_out", seen)
+    with monkeypatch.context() as patched, on_gpu(arch) as cuda:
+        patched.setattr(build, "_builds", {})
+        patched.setattr(host.Step, "_lay_out", seen)
+        patched.setattr(build, "load", compile_only)
+        _with(patched, place)
+        call()
+    return made, cuda.loaded, compiled
+
+
+def _assert_same(monkeypatch: pytest.MonkeyPatch, arch: str, place: Path, call: Callable[[], object]) -> None:
+    """The argument block of each launch byte for byte, and each kernel's code."""
     monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")
-    monkeypatch.setattr(build, "load", compile_only)
-    with_archive = False
-    _with(monkeypatch, "off")
-    with present((8, 0), Driver()):
-        attend((8, 0), **CALL)
-    monkeypatch.setattr(build, "_builds", {})
-    with_archive = True
-    _with(monkeypatch, built)
-    with present((8, 0), Driver()) as cuda:
-        attend((8, 0), **CALL)
-    assert made[True] == made[False] and len(made[True]) == 4 == len(cuda.loaded)
-    opened = Archive(built)
-    found = {key: opened.find(key) for key in compiled}
-    assert len(found) == 4 and all(each and each.code == compiled[key] for key, each in found.items())
+    compiled, loaded, code = _launched(monkeypatch, arch, "off", call)
+    assert compiled and code and not loaded
+    from_archive, loaded, none = _launched(monkeypatch, arch, place, call)
+    assert from_archive == compiled and len(loaded) == len(code) and not none
+    opened = Archive(place)
+    found = {key: opened.find(key) for key in code}
+    assert all(each and each.code == code[key] for key, each in found.items())
+
+
+def test_what_is_launched_is_what_is_compiled_here(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _assert_same(monkeypatch, "sm_80", built, lambda: attend((8, 0), **CALL))
+
+
+@pytest.mark.long
+def test_kernels_of_hopper_are_those_that_another_process_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward and a step of a server, as ``flashtile build`` compiles what a run missed."""
+    q, cache = torch.empty(2, 300, 4, 128, dtype=torch.bfloat16), torch.empty(64, 16, 2, 128, dtype=torch.bfloat16)
+    lengths, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 32, dtype=torch.int32)
+
+    def call() -> None:
+        flashtile.attention(q, q, q, causal=True)
+        flashtile.attention_with_kvcache(q[:, :1], cache, cache, cache_seqlens=lengths, page_table=table)
+
+    with asked("sm_90") as found:
+        call()
+    recorder = ahead.Recorder()
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for key, each in pool.map(ahead.compiled_line, map(ahead.as_json, found.values()), [90] * len(found)):
+            recorder.add(key, each)
+    assert recorder.builds.keys() == found.keys() and not recorder.left_out
+    recorder.write(tmp_path / "kernels.ftk")
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")  # not what that process left in Triton's cache
+    _assert_same(monkeypatch, "sm_90", tmp_path / "kernels.ftk", call)
 
 
 def test_the_same_calls_make_the_same_file(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +182,7 @@ def test_what_a_run_misses_is_written_down(monkeypatch: pytest.MonkeyPatch, tmp_
         attend((8, 0), **CALL)
         attend((8, 0), **CALL)
     lines = (tmp_path / "missed").read_text().splitlines()
-    names = ["attention_forward", "prepare_rows", "attention_backward_dkdv", "attention_backward_dq"]
-    assert [ahead.from_json(line).kernel.__name__ for line in lines] == names
+    assert [ahead.from_json(line).kernel.__name__ for line in lines] == EVERYTHING
 
 
 def test_without_triton_a_miss_says_so(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,74 +199,6 @@ def test_without_triton_a_miss_says_so(built: Path, monkeypatch: pytest.MonkeyPa
         build._no_compiler.cache_clear()
 
 
-Spoil = Callable[[Path, bytes], None]
-
-
-def _bytes(change: Callable[[bytearray], object]) -> Spoil:
-    def spoil(place: Path, given: bytes) -> None:
-        data = bytearray(given)
-        found = change(data)
-        place.write_bytes(bytes(found) if isinstance(found, (bytes, bytearray)) else bytes(data))
-
-    return spoil
-
-
-def _index(data: bytearray, change: Callable[[list[Any]], None]) -> None:
-    """Changes each entry of the index, and makes its digest right again."""
-    _, _, count, size = HEAD.unpack_from(data)
-    for n in range(count):
-        entry = list(ENTRY.unpack_from(data, HEAD.size + n * ENTRY.size))
-        change(entry)
-        ENTRY.pack_into(data, HEAD.size + n * ENTRY.size, *entry)
-    end = HEAD.size + count * ENTRY.size + size
-    HEAD.pack_into(data, 0, MAGIC, hashlib.sha256(data[HEAD.size : end]).digest(), count, size)
-
-
-def _flipped(data: bytearray) -> None:
-    data[-100] ^= 16
-
-
-def _swapped(data: bytearray) -> None:
-    """Each build under the key of another."""
-    _, _, count, _ = HEAD.unpack_from(data)
-    rest = [ENTRY.unpack_from(data, HEAD.size + n * ENTRY.size)[1:] for n in range(count)]
-    places = iter([*rest[1:], rest[0]])
-
-    def change(entry: list[Any]) -> None:
-        entry[1:] = next(places)
-
-    _index(data, change)
-
-
-def _linked(place: Path, given: bytes) -> None:
-    (place.parent / "elsewhere").write_bytes(given)
-    place.symlink_to(place.parent / "elsewhere")
-    (place.parent / "elsewhere").chmod(0o666)
-
-
-HOSTILE: dict[str, tuple[Spoil, str]] = {
-    "cut in the builds": (_bytes(lambda data: data[: len(data) // 2]), "is damaged: a build has another digest"),
-    "cut in the index": (_bytes(lambda data: data[:200]), "is cut off"),
-    "cut in the head": (_bytes(lambda data: data[:9]), "is too short"),
-    "a bit of a build": (_bytes(_flipped), "is damaged: a build has another digest"),
-    "a bit of the index": (_bytes(lambda data: data.__setitem__(100, data[100] ^ 1)), "its index has another digest"),
-    "wrong magic": (_bytes(lambda data: b"PK" + data[2:]), "is no archive of kernels"),
-    "another form": (_bytes(lambda data: data.replace(MAGIC, b"FTKERN9\n", 1)), "is an archive of another form"),
-    "an index past the end": (_bytes(lambda d: _index(d, lambda e: e.__setitem__(2, 2**40))), "is damaged"),
-    "a build too long": (_bytes(lambda d: _index(d, lambda e: e.__setitem__(4, 2**31))), "would have 2147483648 bytes"),
-    "another kernel's place": (_bytes(_swapped), "a build lies under another's key"),
-    "written by others": (lambda place, given: (place.write_bytes(given), place.chmod(0o666))[1], "written by others"),
-    "a link to such a file": (_linked, "written by others"),
-    "a folder": (lambda place, given: place.mkdir(), "cannot be read: Is a directory"),
-    "a pipe": (lambda place, given: os.mkfifo(place), "no regular file"),
-    "nothing": (lambda place, given: None, "cannot be read: No such file"),
-}
-
-
-# The other builds are used.
-SPOILED_IN_PART = ("cut in the builds", "a bit of a build")
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_damaged_or_hostile_file_is_not_used(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -245,8 +207,7 @@ def test_a_damaged_or_hostile_file_is_not_used(
     spoil, why = HOSTILE[name]
     spoil(tmp_path / "bad.ftk", built.read_bytes())
     compiled = _compiled_with(monkeypatch, tmp_path / "bad.ftk", why)
-    everything = ["attention_forward", "prepare_rows", "attention_backward_dkdv", "attention_backward_dq"]
-    assert compiled == everything if name not in SPOILED_IN_PART else compiled and set(compiled) < set(everything)
+    assert len(compiled) == 1 if name in IN_PART else compiled == EVERYTHING
 
 
 def _compiled_with(
@@ -283,8 +244,69 @@ def test_a_changed_source_sends_its_kernels_back_to_the_compiler(built: Path, mo
     ]
 
 
-def test_another_architecture_finds_nothing(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(_compiled_with(monkeypatch, built, "", (8, 9))) == 4
+def test_an_archive_for_another_architecture_is_not_used(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = f"no archive of kernels is for this GPU, sm_89: {built} is for sm_80"
+    assert _compiled_with(monkeypatch, built, why, (8, 9)) == EVERYTHING
+    # Its builds under the keys that this architecture asks for.
+    keys = {key.hex(): archive.key_of("sm_89", text) for text, key in _texts(monkeypatch).items()}
+    recorder = ahead.Recorder()
+    recorder.take(Archive(built))
+    recorder.builds = {keys[key.hex()]: found for key, found in recorder.builds.items()}
+    for found in recorder.builds.values():
+        found.about["arch"] = "sm_89"
+    recorder.write(tmp_path / "moved.ftk")
+    monkeypatch.setattr(build, "_builds", {})
+    why = "a build lies under another's key"
+    assert _compiled_with(monkeypatch, tmp_path / "moved.ftk", why, (8, 9)) == EVERYTHING
+
+
+def _texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """The texts of the call's launches, with their keys."""
+    found: dict[str, bytes] = {}
+
+    def seen(text: str, device: int) -> None:
+        found[text] = archive.key_of("sm_80", text)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "_builds", {})
+        patched.setattr(archive, "look_up", seen)
+        patched.setattr(archive, "archives", lambda: (None,))
+        patched.setattr(build, "_compiled", lambda launch, device: build.Build(None, (), "a test", 0, None, []))
+        patched.setattr(host.Step, "start", lambda step, tensors, stream: None)
+        with present((8, 0), Driver()):
+            attend((8, 0), **CALL)
+    return found
+
+
+def test_what_is_cut_while_it_is_open_is_compiled(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another process's copy over it does for a moment; a mapped file would end this process."""
+    place = tmp_path / "cut.ftk"
+    place.write_bytes(built.read_bytes())
+    opened = Archive(place)
+    os.truncate(place, 100)
+    monkeypatch.setattr(archive, "archives", lambda: (opened,))
+    monkeypatch.setattr(archive.archives, "cache_clear", lambda: None, raising=False)
+    assert _compiled_with(monkeypatch, place, "cut.ftk: a kernel is compiled instead: the archive is damaged") == (
+        EVERYTHING
+    )
+
+
+def test_a_file_of_another_user_is_not_used(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root's is."""
+    fstat = os.fstat
+
+    def owned(file: int, by: int) -> os.stat_result:
+        about = list(fstat(file))
+        about[4] = by
+        return os.stat_result(about)
+
+    monkeypatch.setattr(trusted.os, "fstat", lambda file: owned(file, 0))
+    assert _compiled_with(monkeypatch, built, "") == []
+    monkeypatch.setattr(build, "_builds", {})
+    monkeypatch.setattr(trusted.os, "fstat", lambda file: owned(file, 12345))
+    assert _compiled_with(monkeypatch, built, "belongs to user 12345, you are ") == EVERYTHING
 
 
 def test_what_the_driver_refuses_is_compiled(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:

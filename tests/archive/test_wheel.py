@@ -106,11 +106,12 @@ def test_what_is_not_asked_for_is_dropped(
 ) -> None:
     """And what is there already is not built again."""
     built: list[int] = []
+    about = {"arch": "sm_80", "name": "k", "num_warps": 4, "shared": 0, "leaves": [], "maps": [], "files": ["nn.py"]}
 
     def compiled(recorder: ahead.Recorder, *_: Any) -> None:
         built.append(len(recorder.launches))
         for key in recorder.launches:
-            recorder.add(key, Found({"key": key.hex(), "files": []}, b"code"))
+            recorder.add(key, Found({**about, "key": key.hex()}, b"code"))
 
     monkeypatch.setattr(build, "_compile", compiled)
     (tmp_path / "list").write_text("--heads 4 --head-dim 64 --seqlen 512 --batch 2 --forward --dtype bf16,fp16  # two")

@@ -106,7 +106,8 @@ class Recorder:
             blobs.append(zlib.compress(raw, 9))
             index.append((key, hashlib.sha256(blobs[-1]).digest(), at, len(blobs[-1]), len(raw)))
             at += len(blobs[-1])
-        table = zlib.compress(_json({"sources": {file: archive.digest_of(file) for file in files}}), 9)
+        archs = sorted({found.about["arch"] for found in self.builds.values()})
+        table = zlib.compress(_json({"archs": archs, "sources": {file: archive.digest_of(file) for file in files}}), 9)
         start = archive.HEAD.size + len(index) * archive.ENTRY.size + len(table)
         front = b"".join(archive.ENTRY.pack(k, d, start + at, *sizes) for k, d, at, *sizes in index) + table
         head = archive.HEAD.pack(archive.MAGIC, hashlib.sha256(front).digest(), len(index), len(table))
@@ -162,7 +163,7 @@ def into(place: str | os.PathLike[str], *, lists: bool = False) -> Iterator[Reco
     if os.path.exists(place):
         try:
             recorder.take(Archive(place))
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        except archive.DAMAGE as error:
             raise InvalidInputError("into", f"{str(place)!r} is there already, and {error}") from None
     token, before = RECORDER.set(recorder), os.environ.get(_NO_LINES)
     # Which lines of a source instructions come from takes a third of the code's bytes.

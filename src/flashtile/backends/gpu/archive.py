@@ -16,10 +16,10 @@ import functools
 import hashlib
 import importlib.util
 import json
-import mmap
 import os
 import struct
 import warnings
+import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +52,8 @@ _HARMLESS = {
     "TRITON_REMOTE_CACHE_BACKEND", "TRITON_DISABLE_LINE_INFO", "TRITON_PRINT_AUTOTUNING", "TRITON_LIBCUDA_PATH",
     "TRITON_CUDACRT_PATH", "TRITON_CUDART_PATH", "TRITON_STORE_BINARY_ONLY", "TRITON_ALWAYS_COMPILE",
 }  # fmt: skip
+# Of a thread block.
+_MOST_WARPS = 32
 _NO_CHANGE = {"TRITON_DEFAULT_FP_FUSION": "1", "TRITON_INTERPRET": "0", "TRITON_DEBUG": "0"}
 
 
@@ -94,29 +96,39 @@ class Archive:
             ValueError: It may not be used, or it is damaged; the text says why.
         """
         self.place = Path(place)
+        # Read, not mapped: a file that is cut while it is mapped ends the process.
         with trusted.opened(place, owners=(0,)) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < HEAD.size:
-                raise ValueError("is no archive of kernels: it is too short")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        magic, digest, self.count, table_size = HEAD.unpack_from(self._map, 0)
+            self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+        head = self._read(0, HEAD.size)
+        if len(head) < HEAD.size:
+            raise ValueError("is no archive of kernels: it is too short")
+        magic, digest, self.count, table_size = HEAD.unpack(head)
         if magic != MAGIC:
             same = magic[:6] == MAGIC[:6]
             raise ValueError("is an archive of another form" if same else "is no archive of kernels")
-        at = HEAD.size + self.count * ENTRY.size
-        if at + table_size > size:
+        at = self.count * ENTRY.size
+        self._index = self._read(HEAD.size, at + table_size)
+        if len(self._index) < at + table_size:
             raise ValueError("is cut off: its index ends past the file")
-        if hashlib.sha256(self._map[HEAD.size : at + table_size]).digest() != digest:
+        if hashlib.sha256(self._index).digest() != digest:
             raise ValueError("is damaged: its index has another digest")
-        self.about: dict[str, Any] = json.loads(_inflated(self._map[at : at + table_size], _MOST_BYTES))
+        self.about: dict[str, Any] = json.loads(_inflated(self._index[at:], _MOST_BYTES))
+        self.archs = tuple(map(str, self.about["archs"]))
         self._sources = list(self.about["sources"].items())
+
+    def _read(self, at: int, size: int) -> bytes:
+        """As many bytes as are there."""
+        if size > _MOST_BYTES:
+            raise ValueError(f"is damaged: a part of it would have {size} bytes")
+        return os.pread(self._file, size, at)
 
     def __iter__(self) -> Iterator[bytes]:
         """All keys, sorted."""
         return (self._entry(n)[0] for n in range(self.count))
 
     def _entry(self, number: int) -> tuple[bytes, bytes, int, int, int]:
-        found: tuple[bytes, bytes, int, int, int] = ENTRY.unpack_from(self._map, HEAD.size + number * ENTRY.size)
+        found: tuple[bytes, bytes, int, int, int] = ENTRY.unpack_from(self._index, number * ENTRY.size)
         return found
 
     def find(self, key: bytes) -> Found | None:
@@ -129,7 +141,7 @@ class Archive:
         if number == self.count or (found := self._entry(number))[0] != key:
             return None
         _, digest, at, size, raw = found
-        packed = self._map[at : at + size]
+        packed = self._read(at, size)
         if hashlib.sha256(packed).digest() != digest:
             raise ValueError("is damaged: a build has another digest")
         text = _inflated(packed, raw)
@@ -138,12 +150,26 @@ class Archive:
         about["files"] = [self._sources[n][0] for n in about["files"]]
         if about["key"] != key.hex():
             raise ValueError("is damaged: a build lies under another's key")
+        _check(about)
         return Found(about, text[4 + length :], str(self.place))
 
     def changed(self, found: Found) -> str:
         """A source file that is not the one that a build was made of; empty if there is none."""
         made_of = self.about["sources"]
-        return next((file for file in found.about["files"] if digest_of(file) != made_of[file]), "")
+        return next((file for file in found.about["files"] if digest_of(file) != (made_of[file] or "gone")), "")
+
+
+def _check(about: dict[str, Any]) -> None:
+    """Raises what ``DAMAGE`` has, unless numbers and names are such that a launch may use them."""
+    name, warps, shared = about["name"], about["num_warps"], about["shared"]
+    if type(name) is not str or type(warps) is not int or type(shared) is not int or not about["files"]:
+        raise TypeError
+    if not (0 < warps <= _MOST_WARPS and 0 <= shared < 2**20):
+        raise ValueError(f"is damaged: {name} would have {warps} warps and {shared} bytes of shared memory")
+    driver.layout(dict(about["leaves"]))
+    for box, swizzle, size in about["maps"]:
+        if not all(type(each) is int and 0 <= each < 2**16 for each in (*box, swizzle, size)):
+            raise TypeError
 
 
 def _inflated(packed: bytes, most: int) -> bytes:
@@ -243,18 +269,15 @@ def _listed(place: Path) -> Listed:
         archive = opened(place)
     except ValueError as error:
         return Listed(str(place), str(error))
-    archs, stale, damaged = set(), 0, 0
+    stale, damaged = 0, 0
     for key in archive:
         try:
             found = archive.find(key)
+            stale += found is not None and archive.changed(found) != ""
         except DAMAGE:
             damaged += 1
-            continue
-        assert found is not None
-        archs.add(found.about["arch"])
-        stale += bool(archive.changed(found))
-    why_not = why_off() or ("" if any(map(_is_for_a_device, archs)) else "no such GPU is here")
-    return Listed(str(place), why_not, tuple(sorted(archs)), archive.count, stale, damaged, place.stat().st_size)
+    why_not = why_off() or ("" if any(map(_is_for_a_device, archive.archs)) else "no such GPU is here")
+    return Listed(str(place), why_not, archive.archs, archive.count, stale, damaged, place.stat().st_size)
 
 
 def _reason(error: Exception) -> str:
@@ -303,14 +326,18 @@ def look_up_in(among: tuple[Archive, ...], arch: str, text: str) -> Found | None
     for each in among:
         try:
             found = each.find(key)
+            changed = each.changed(found) if found is not None else ""
         except DAMAGE as error:
             _warn_once(f"{each.place}: a kernel is compiled instead: the archive {_reason(error)}")
             continue
         if found is None:
             continue
-        if not (changed := each.changed(found)):
+        if not changed:
             return found
         _warn_once(f"{each.place}: what is made of {changed} is compiled anew, since that file has changed")
+    if among and not any(arch in each.archs for each in among):
+        held = "; ".join(f"{each.place} is for {', '.join(each.archs) or 'none'}" for each in among)
+        _warn_once(f"no archive of kernels is for this GPU, {arch}: {held}")
     return None
 
 

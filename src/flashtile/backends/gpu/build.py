@@ -68,7 +68,7 @@ def find_build(launch: Launch, device: int, key: tuple[Any, ...] | None = None) 
     if key not in _builds:
         with _locks.setdefault(key, threading.Lock()):
             if key not in _builds:
-                _builds[key] = _from_archive(lowered, device) or _compiled(launch, device)
+                _builds[key] = _from_archive(launch, lowered, device) or _compiled(launch, device)
     return _builds[key]
 
 
@@ -137,7 +137,7 @@ def _alone(launch: Launch) -> Iterator[None]:
         yield
 
 
-def _from_archive(lowered: tuple[Any, ...], device: int) -> Build | None:
+def _from_archive(launch: Launch, lowered: tuple[Any, ...], device: int) -> Build | None:
     """The build among the archives; None if it is not there, or if the driver refuses it."""
     if not archive.archives() or not is_direct():
         return None
@@ -145,11 +145,14 @@ def _from_archive(lowered: tuple[Any, ...], device: int) -> Build | None:
         return None
     try:
         made = replace(known_build(found.about, archive.load(found, device)), archive=found.place)
-        LOADED.set(True)
-        return made
-    except driver.DriverError as error:
-        warnings.warn(f"a kernel of an archive is compiled instead: {error}", stacklevel=4)
-        return None
+        if len(made.names) == len(lower(launch)[1]):
+            LOADED.set(True)
+            return made
+        why = f"it takes {len(made.names)} arguments"
+    except (driver.DriverError, *archive.DAMAGE) as error:
+        why = str(error)
+    warnings.warn(f"a kernel of an archive is compiled instead: {launch.kernel.__name__}: {why}", stacklevel=4)
+    return None
 
 
 def load(launch: Launch, what: Specialisation, device: int) -> Any:
