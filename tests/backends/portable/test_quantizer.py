@@ -28,6 +28,6 @@ def test_numbers_of_float16(case: Case) -> None:
 
 
 def test_more_sequences_than_are_searched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "SEARCH", tl.constexpr(2))
+    monkeypatch.setattr(launch, "search_of", lambda batch: 2)
     case = Case("five", 16, 16, ((1, 9), (0, 2), (128, 5), (3, 0), (2, 1)), True, rotate=False, smooth_k=False)
     check(case, inputs(case))

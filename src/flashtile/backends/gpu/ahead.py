@@ -162,7 +162,10 @@ def compiled_line(line: str, arch: int) -> tuple[bytes, Found | str]:
     os.environ[_NO_LINES] = "1"
     launch = from_json(line)
     key = archive.key_of(f"sm_{arch}", str(text_of(lower(launch)[0])))
-    return key, compiled(key, launch, GPUTarget("cuda", arch, 32))
+    try:
+        return key, compiled(key, launch, GPUTarget("cuda", arch, 32))
+    except Exception as error:  # of Triton's many kinds; the other kernels of a build are not lost for it
+        return key, f"{launch.kernel.__name__}: {type(error).__name__}: {error}"
 
 
 def _json(value: object) -> bytes:

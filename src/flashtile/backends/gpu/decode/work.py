@@ -153,9 +153,12 @@ def work_of(span, sizing, call):
 
 
 @triton.jit
-def rest_of(call):
-    """The span of the rows past the last packed sequence, without tiles where ``spans`` have them; None if they do."""
-    rest = None
+def rest_of(spans, call):
+    """The span of the rows past the last packed sequence, without tiles where ``spans`` have them; ``spans`` if they do.
+
+    It is not None then, which Triton 3.6 takes for no result of a function.
+    """
+    rest = spans
     if call.queries.cu_seqlens is not None and call.schedule.SEARCH >= 256:
         span = span_of(call.queries.count, call)
         tiles = tl.where(call.queries.count == call.schedule.SEARCH, span.num_tiles, 0)
@@ -176,7 +179,7 @@ def all_work(spans, rest, sizing, call):
         for _ in range(0, call.queries.count, call.schedule.SEARCH):
             all_items, all_cost = all_items + tl.sum(items), all_cost + tl.sum(cost)
             all_most = tl.maximum(all_most, tl.max(most, 0))
-        if rest is not None:
+        if call.queries.cu_seqlens is not None and call.schedule.SEARCH >= 256:
             items, cost, most = work_of(rest, sizing, call)
             all_items, all_cost, all_most = all_items + items, all_cost + cost, tl.maximum(all_most, most)
     return all_items, all_cost, all_most
@@ -191,7 +194,7 @@ def plan_items(spans, call):
     """
     LONG: tl.constexpr = 1024
     teams = tl.num_programs(0) // call.schedule.LANES
-    run_keys, grain, rest = tl.cast(2**30, tl.int32), tl.cast(1, tl.int32), rest_of(call)
+    run_keys, grain, rest = tl.cast(2**30, tl.int32), tl.cast(1, tl.int32), rest_of(spans, call)
     items, cost, most = all_work(spans, rest, Sizing(run_keys, grain), call)
     if items * 8 < teams * 7:
         run_keys = tl.cast(0, tl.int32)

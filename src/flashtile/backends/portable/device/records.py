@@ -232,6 +232,7 @@ class Rounding(NamedTuple):
         seed: Of the rotation's signs.
         ROTATE: Precision of the rotation's product in float32, None for no rotation.
         BITS: Whether e4m3 is made by integer arithmetic.
+        SEARCH: Bounds of sequences to read at once.
         HEADS: Heads of a program that rounds rows.
         STAGES: Of the loop over them.
     """
@@ -239,6 +240,7 @@ class Rounding(NamedTuple):
     seed: Any
     ROTATE: Any
     BITS: Any
+    SEARCH: Any
     HEADS: Any
     STAGES: Any
 

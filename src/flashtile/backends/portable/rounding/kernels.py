@@ -23,8 +23,6 @@ LARGEST: tl.constexpr = tl.constexpr(_LARGEST)
 # The keys of a head are summed in so many parts, then these, always in this order: the same bits in every run.
 SPLITS: tl.constexpr = tl.constexpr(records.MEAN_SPLITS)
 MOST_KEYS: tl.constexpr = tl.constexpr(_MOST_KEYS)
-# Bounds of sequences that are read at once, the same for any number of them: with 256, ptxas spills 50 numbers.
-SEARCH: tl.constexpr = tl.constexpr(128)
 
 
 class Block(NamedTuple):
@@ -76,7 +74,7 @@ def bounds_of(sequences, b):
 
 
 @triton.jit
-def block_at(slot, sequences):
+def block_at(slot, sequences, SEARCH: tl.constexpr):
     """The ``Block`` of a number from 0 on; a packed one may have no rows."""
     if sequences.cu_seqlens is None:
         blocks = (sequences.length + BLOCK - 1) // BLOCK
@@ -284,7 +282,7 @@ def quantize_rows(source, sequences, keys, angles, mean, written, rounding):
     num_heads = source.num_heads
     groups = (num_heads + HEADS - 1) // HEADS
     first_head = tl.program_id(0) % groups * HEADS
-    block = block_at(tl.program_id(0) // groups, sequences)
+    block = block_at(tl.program_id(0) // groups, sequences, rounding.SEARCH)
     length_k = bounds_of(keys, block.b)[1]
     row = block.first + tl.arange(0, BLOCK)
     is_written, line, entry = row < block.stop, (block.start + row).to(tl.int64), tl.cast(0, tl.int64)
@@ -316,7 +314,7 @@ def quantize_columns(source, sequences, written, stride_dim, rounding):
     WIDTH: tl.constexpr = source.WIDTH
     num_heads = source.num_heads
     h = tl.program_id(0) % num_heads
-    block = block_at(tl.program_id(0) // num_heads, sequences)
+    block = block_at(tl.program_id(0) // num_heads, sequences, rounding.SEARCH)
     n = tl.arange(0, BLOCK)
     # Bits 3 2 1 0 of a key's number are bits 1 3 2 0 of its column's.
     row = block.first + ((n & -15) | (n & 2) << 2 | (n & 12) >> 1)
