@@ -46,7 +46,7 @@ def _parts(data: bytes) -> tuple[int, bytes, bytes, bytes]:
 
 
 def _index(change: Callable[[list[list[Any]]], object]) -> Spoil:
-    """Changes entries: key, digest, place, bytes, bytes before compression."""
+    """Changes entries: key; digest, place, bytes, bytes before compression of a group; place and bytes in it."""
 
     def spoil(data: bytearray) -> bytes:
         count, index, table, rest = _parts(data)
@@ -137,6 +137,8 @@ EACH: dict[str, tuple[Spoil, str]] = {
     "a build too long": (_all(4, lambda size: 2**31), "would have 2147483648 bytes"),
     "a compressed build too long": (_all(3, lambda size: 2**31), "would have 2147483648 bytes"),
     "a build that inflates": (_all(4, lambda size: size - 1), "a part of it has another length"),
+    "a build past its group": (_all(6, lambda size: size + 2**20), "is damaged: a build ends past its group"),
+    "a build amid another": (_all(5, lambda start: start + 4), "is damaged: "),
     "another kernel's place": (_index(_exchanged), "a build lies under another's key"),
     "no files": (_about(lambda about: about.update(files=[])), "is damaged: TypeError"),
     "no warps": (_about(lambda about: about.update(num_warps=0)), "would have 0 warps"),

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import lzma
 import os
 import struct
 import tempfile
@@ -40,6 +41,8 @@ from flashtile.core.errors import InvalidInputError
 
 # How arguments become parameters, whatever the kernel; and how users' functions are printed.
 _ALWAYS = ("backends/gpu/launch.py",)
+# Of a group, before compression: larger ones take fewer bytes in all, and longer to load.
+_GROUP_BYTES = 768 * 1024
 _NO_LINES = "TRITON_DISABLE_LINE_INFO"
 _PRINTS = ("flashtile.mods.printed", "flashtile.mods.graph", "flashtile.mods.places")
 
@@ -99,13 +102,18 @@ class Recorder:
         """
         files = sorted({file for found in self.builds.values() for file in found.about["files"]})
         numbers, index, blobs, at = {file: n for n, file in enumerate(files)}, [], [], 0
-        for key in sorted(self.builds):
-            about, code, _ = self.builds[key]
-            text = _json({**about, "files": [numbers[file] for file in about["files"]]})
-            raw = struct.pack("<I", len(text)) + text + code
-            blobs.append(zlib.compress(raw, 9))
-            index.append((key, hashlib.sha256(blobs[-1]).digest(), at, len(blobs[-1]), len(raw)))
+        for group in _groups(self.builds):
+            raw, places = b"", []
+            for key in group:
+                about, code, _ = self.builds[key]
+                text = _json({**about, "files": [numbers[file] for file in about["files"]]})
+                places.append((key, len(raw), 4 + len(text) + len(code)))
+                raw += struct.pack("<I", len(text)) + text + code
+            blobs.append(lzma.compress(raw))
+            of_all = hashlib.sha256(blobs[-1]).digest(), at, len(blobs[-1]), len(raw)
+            index += [(key, *of_all, *place) for key, *place in places]
             at += len(blobs[-1])
+        index.sort()
         archs = sorted({found.about["arch"] for found in self.builds.values()})
         table = zlib.compress(_json({"archs": archs, "sources": {file: archive.digest_of(file) for file in files}}), 9)
         start = archive.HEAD.size + len(index) * archive.ENTRY.size + len(table)
@@ -119,6 +127,20 @@ class Recorder:
         except OSError as error:
             raise InvalidInputError("into", f"{str(place)!r} cannot be written: {error.strerror}") from None
         return start + at
+
+
+def _groups(builds: Mapping[bytes, Found]) -> list[list[bytes]]:
+    """Keys of builds that are alike: of one kernel, and then about as long; see ``_GROUP_BYTES``."""
+    found: list[list[bytes]] = []
+    kernel, size = None, 0
+    for key in sorted(builds, key=lambda key: (builds[key].about["kernel"], len(builds[key].code), key)):
+        about, code, _ = builds[key]
+        if about["kernel"] != kernel or size + len(code) > _GROUP_BYTES:
+            found.append([])
+            kernel, size = about["kernel"], 0
+        found[-1].append(key)
+        size += len(code)
+    return found
 
 
 def compiled(key: bytes, launch: Launch, target: Any) -> Found | str:

@@ -1,6 +1,7 @@
 """Archives of kernels that were built ahead: what a launch needs of each, found and loaded without Triton.
 
-An archive is one file: a head, a sorted index of keys, a table of sources, then the builds, each compressed by itself.
+An archive is one file: a head, a sorted index of keys, a table of sources, then groups of builds, each compressed as a
+whole: builds of one kernel differ so little that a group takes half of what they would take one by one.
 A key is a hash of the architecture and of ``launch.text_of``: the kernel's name, the compiler's options, each type and
 each constant. A build is used only where every source file that it was made of is, byte for byte, the one that is
 installed here, so no version number is trusted; anything else is compiled.
@@ -16,6 +17,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import lzma
 import os
 import struct
 import warnings
@@ -35,8 +37,9 @@ from flashtile.core import settings, trusted
 MAGIC = b"FTKERN1\n"
 # The magic; the digest of index and table; how many entries there are; bytes of the table, compressed.
 HEAD = struct.Struct("<8s32sII")
-# Key; digest of the compressed build; where that begins; its bytes; its bytes before compression.
-ENTRY = struct.Struct("<32s32sQII")
+# Key; the compressed group: its digest, where it begins, its bytes, its bytes before compression; the build in the
+# group: where it begins, its bytes.
+ENTRY = struct.Struct("<32s32sQIIII")
 # The package that is kernels alone, and what its files are called.
 WHEEL, SUFFIX = "flashtile_kernels", ".ftk"
 PACKAGE = Path(__file__).parents[2]
@@ -113,9 +116,10 @@ class Archive:
             raise ValueError("is cut off: its index ends past the file")
         if hashlib.sha256(self._index).digest() != digest:
             raise ValueError("is damaged: its index has another digest")
-        self.about: dict[str, Any] = json.loads(_inflated(self._index[at:], _MOST_BYTES))
+        self.about: dict[str, Any] = json.loads(_inflated(self._index[at:], _MOST_BYTES, zlib.decompressobj()))
         self.archs = tuple(map(str, self.about["archs"]))
         self._sources = list(self.about["sources"].items())
+        self._last: tuple[object, bytes] = (None, b"")
 
     def _read(self, at: int, size: int) -> bytes:
         """As many bytes as are there."""
@@ -124,12 +128,23 @@ class Archive:
         return os.pread(self._file, size, at)
 
     def __iter__(self) -> Iterator[bytes]:
-        """All keys, sorted."""
-        return (self._entry(n)[0] for n in range(self.count))
+        """All keys, in the order of their builds."""
+        entries = sorted(map(self._entry, range(self.count)), key=lambda entry: (entry[2], entry[5]))
+        return (key for key, *_ in entries)
 
-    def _entry(self, number: int) -> tuple[bytes, bytes, int, int, int]:
-        found: tuple[bytes, bytes, int, int, int] = ENTRY.unpack_from(self._index, number * ENTRY.size)
+    def _entry(self, number: int) -> tuple[bytes, bytes, int, int, int, int, int]:
+        found: tuple[bytes, bytes, int, int, int, int, int] = ENTRY.unpack_from(self._index, number * ENTRY.size)
         return found
+
+    def _group(self, digest: bytes, at: int, size: int, raw: int) -> bytes:
+        """The builds of a group; the last one is kept, as a call's kernels are often among each other."""
+        key = digest, at, size, raw
+        if self._last[0] != key:
+            packed = self._read(at, size)
+            if hashlib.sha256(packed).digest() != digest:
+                raise ValueError("is damaged: a build has another digest")
+            self._last = key, _inflated(packed, raw, lzma.LZMADecompressor(memlimit=2 * _MOST_BYTES))
+        return self._last[1]
 
     def find(self, key: bytes) -> Found | None:
         """A build, whatever its sources; None if it is not here.
@@ -140,11 +155,10 @@ class Archive:
         number = bisect.bisect_left(range(self.count), key, key=lambda n: self._entry(n)[0])
         if number == self.count or (found := self._entry(number))[0] != key:
             return None
-        _, digest, at, size, raw = found
-        packed = self._read(at, size)
-        if hashlib.sha256(packed).digest() != digest:
-            raise ValueError("is damaged: a build has another digest")
-        text = _inflated(packed, raw)
+        _, digest, at, size, raw, start, own = found
+        text = self._group(digest, at, size, raw)[start : start + own]
+        if len(text) < own:
+            raise ValueError("is damaged: a build ends past its group")
         (length,) = struct.unpack_from("<I", text)
         about = json.loads(text[4 : 4 + length])
         about["files"] = [self._sources[n][0] for n in about["files"]]
@@ -172,13 +186,12 @@ def _check(about: dict[str, Any]) -> None:
             raise TypeError
 
 
-def _inflated(packed: bytes, most: int) -> bytes:
+def _inflated(packed: bytes, most: int, inflate: Any) -> bytes:
     if most > _MOST_BYTES:
         raise ValueError(f"is damaged: a part of it would have {most} bytes")
-    inflate = zlib.decompressobj()
     try:
-        text = inflate.decompress(packed, most + 1)
-    except zlib.error as error:
+        text: bytes = inflate.decompress(packed, most + 1)
+    except (zlib.error, lzma.LZMAError) as error:
         raise ValueError(f"is damaged: {error}") from error
     if len(text) > most or not inflate.eof:
         raise ValueError("is damaged: a part of it has another length")
