@@ -40,8 +40,8 @@ def _dense(dim: int = 128, heads: tuple[int, int] = (16, 16), batch: int = 2, ro
     return [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, cap: float = 0.0, left: int | None = None) -> Tensor:
-    q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+def _plain(inputs: Sequence[Tensor], causal: bool, cap: float = 0.0, left: int | None = None) -> Tensor:
+    q, k, v = (x.float().transpose(1, 2) for x in inputs)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if not cap:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
@@ -57,7 +57,7 @@ Made = tuple[Callable[[], Tensor], list[Tensor], Callable[[], Tensor]]
 def _of_dense(dim: int = 128, heads: tuple[int, int] = (16, 16), **options: Any) -> Made:
     inputs, cap = _dense(dim, heads), options.get("softcap", 0.0)
     causal, left = options.get("causal", False), options.get("window_size", (None,))[0]
-    return lambda: flashtile.attention(*inputs, **options), inputs, lambda: _plain(*inputs, causal, cap, left)
+    return lambda: flashtile.attention(*inputs, **options), inputs, lambda: _plain(inputs, causal, cap, left)
 
 
 def _packed() -> Made:
@@ -67,9 +67,10 @@ def _packed() -> Made:
 
     def plain() -> Tensor:
         parts = [[x[None, a:b] for x in inputs] for a, b in itertools.pairwise(ends)]
-        return torch.cat([_plain(*part, True)[0] for part in parts])
+        return torch.cat([_plain(part, True)[0] for part in parts])
 
-    return lambda: flashtile.attention_varlen(*inputs, bounds, bounds, 2048, 2048, causal=True), inputs, plain
+    q, k, v = inputs
+    return lambda: flashtile.attention_varlen(q, k, v, bounds, bounds, 2048, 2048, causal=True), inputs, plain
 
 
 def _decode(append: bool = False, dim: int = 128, heads: tuple[int, int] = (32, 8)) -> Made:
@@ -85,7 +86,7 @@ def _decode(append: bool = False, dim: int = 128, heads: tuple[int, int] = (32, 
             k, v = (cache[table[b].long()].flatten(0, 1)[None, :count] for cache in caches)
             if append:
                 k, v = (torch.cat([x, y[None, b]], 1) for x, y in zip((k, v), new, strict=True) if y is not None)
-            outs.append(_plain(q[b : b + 1], k, v, False))
+            outs.append(_plain((q[b : b + 1], k, v), False))
         return torch.cat(outs)
 
     def call() -> Tensor:
@@ -105,8 +106,13 @@ def _flex() -> Made:
     from torch.nn.attention.flex_attention import flex_attention
 
     inputs, compiled = _dense(), torch.compile(flex_attention)
-    turned = lambda: [x.transpose(1, 2) for x in inputs]  # noqa: E731
-    return lambda: compiled(*turned(), score_mod=_biased).transpose(1, 2), inputs, lambda: _with_distance(inputs)
+
+    def call() -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in inputs)
+        found: Tensor = compiled(q, k, v, score_mod=_biased).transpose(1, 2)
+        return found
+
+    return call, inputs, lambda: _with_distance(inputs)
 
 
 def _with_distance(inputs: list[Tensor]) -> Tensor:
@@ -123,7 +129,7 @@ def _function() -> Made:
 
 def _quantized() -> Made:
     inputs = [x.detach() for x in _dense()]
-    return lambda: flashtile.attention(*inputs, precision="fp8"), [], lambda: _plain(*inputs, False)
+    return lambda: flashtile.attention(*inputs, precision="fp8"), [], lambda: _plain(inputs, False)
 
 
 class _Server:
@@ -194,7 +200,7 @@ def _server() -> Made:
         # The last step is a token after the 200 of one sequence, and has written it.
         k, v = server.cache.transpose(1, 2)[server.table[0].long()].flatten(0, 1)[None, :201].split(server.dim, dim=-1)
         q = server.projected[:1, : server.heads * server.dim].view(1, 1, server.heads, server.dim)
-        return torch.cat([*(_plain(*each, True)[0] for each in kept), _plain(q, k, v, False)[0]])
+        return torch.cat([*(_plain(each, True)[0] for each in kept), _plain((q, k, v), False)[0]])
 
     return call, [], plain
 
@@ -213,7 +219,7 @@ def _lengths() -> Made:
             out.backward(dout)
         return out.detach()
 
-    return call, [], lambda: _plain(*many[-1], True).detach()
+    return call, [], lambda: _plain(many[-1], True).detach()
 
 
 CASES: dict[str, Callable[[], Made]] = {

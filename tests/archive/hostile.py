@@ -116,7 +116,7 @@ WHOLE: dict[str, tuple[Spoil, str]] = {
     "cut in the head": (_bytes(lambda data: data[:9]), "is too short"),
     "empty": (_bytes(lambda data: b""), "is too short"),
     "a bit of the head": (_flip(9), "its index has another digest"),
-    "a bit of the count": (_flip(43), "would have "),
+    "a bit of the count": (_flip(43), "a part of it would have 2"),
     "a bit of the index": (_flip(100), "its index has another digest"),
     "wrong magic": (_bytes(lambda data: b"PK" + data[2:]), "is no archive of kernels"),
     "another form": (_bytes(lambda data: data.replace(MAGIC, b"FTKERN9\n", 1)), "is an archive of another form"),

@@ -106,7 +106,8 @@ def test_what_is_not_asked_for_is_dropped(
 ) -> None:
     """And what is there already is not built again."""
     built: list[int] = []
-    about = {"arch": "sm_80", "kernel": "k", "name": "k", "num_warps": 4, "shared": 0, "leaves": [], "maps": [], "files": ["nn.py"]}
+    about: dict[str, Any] = {"arch": "sm_80", "kernel": "k", "name": "k", "num_warps": 4, "shared": 0}
+    about |= {"leaves": [], "maps": [], "files": ["nn.py"]}
 
     def compiled(recorder: ahead.Recorder, *_: Any) -> None:
         built.append(len(recorder.launches))

@@ -106,7 +106,9 @@ class Uses(NamedTuple):
 
 # Numbers that between them reach each class of tiles: most share their kernels. ``tests/archive/test_wheel.py`` draws
 # others, which must need no further kernels.
-_LENGTHS = (16, 64, 68, 100, 134, 200, 270, 512, 576, 766, 1000, 1050, 1088, 1400, 2048, 3000, 8192)
+_LENGTHS = (
+    16, 64, 68, 100, 134, 161, 200, 270, 289, 442, 512, 576, 613, 766, 1000, 1050, 1088, 1400, 2048, 2049, 3000, 8192,
+)  # fmt: skip
 _BATCHES = (1, 2, 4, 8, 32, 64)
 _STEPS = (1, 4, 8, 16, 32, 64, 200, 256)
 # Rows of each sequence of a step: a token, or as many as were guessed.
