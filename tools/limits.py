@@ -56,6 +56,7 @@ PUBLIC = (
     "src/flashtile/api/quantize.py",
     "src/flashtile/nn.py",
     "src/flashtile/compat/",
+    "src/flashtile/cli/build.py",
     "src/flashtile/cli/explain.py",
     "extras/flashtile_lab/commands/fp8.py",
     "extras/flashtile_lab/commands/ring.py",

@@ -63,11 +63,12 @@ def test_steps_of_a_server_share_builds(heads: int) -> None:
     assert len(attend) == 2 * len(rows)  # with splits and, where there are few pages, without
 
 
-def test_a_servers_batches_have_two_widths() -> None:
-    small, large = ([launches(batch, 512, 13, 8) for batch in each] for each in ((1, 2, 31), (32, 63, 200, 255, 256)))
-    keys = [[lower(attend)[0] for _, attend in made] for made in (small, large)]
-    assert len(set(keys[0])) == len(set(keys[1])) == 1 and keys[0][0] != keys[1][0]
-    assert len({lower(append)[0] for append, _ in small + large}) == 1
+def test_a_servers_batches_have_three_widths() -> None:
+    batches = (1, 2, 31), (32, 63, 127), (128, 200, 255, 256)
+    made = [[launches(batch, 512, 13, 8) for batch in each] for each in batches]
+    keys = [{lower(attend)[0] for _, attend in each} for each in made]
+    assert [len(each) for each in keys] == [1, 1, 1] and len(set.union(*keys)) == 3
+    assert len({lower(append)[0] for each in made for append, _ in each}) == 1
 
 
 @pytest.mark.parametrize("heads", [5, 8, 12])

@@ -53,6 +53,7 @@ def build(
         typer.Option("--append/--no-append", help="With --pages: calls that write keys, or others; both if left out."),
     ] = None,
     cache: Annotated[str | None, typer.Option(help="The cache's dtype, fp8 or as --dtype if left out.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp8: forwards that round q, k and v to 8 bits.")] = None,
     seqlen: Annotated[
         list[int] | None, typer.Option(min=1, help="Of such lengths alone; for a server of such chunks of prompts.")
     ] = None,
@@ -108,11 +109,14 @@ def wanted_calls(options: dict[str, Any]) -> list[Call]:
     pages, appends = tuple(options["pages"] or ()), options["append"]
     if options["serving"] and not pages:
         raise InvalidInputError("--serving", "is given, but no --pages")
+    if options["precision"] not in (None, "fp8"):
+        raise InvalidInputError("--precision", f"is {options['precision']!r}, must be fp8")
     trains = not options["serving"]
     uses = Uses(
         torch.float16, trains, trains and options["packed"], not options["forward"], pages,
         None if options["cache"] is None else _dtype(options["cache"], "--cache"),
         (False, True) if appends is None else (appends,), tuple(options["seqlen"] or ()), tuple(options["batch"] or ()),
+        options["precision"],
     )  # fmt: skip
     kinds = [_dtype(name, "--dtype") for name in options["dtype"].split(",")]
     return [call for shape in shapes for kind in kinds for call in calls(shape, uses._replace(dtype=kind))]

@@ -91,6 +91,7 @@ class Uses(NamedTuple):
         appends: Whether a server's steps write their keys; some servers write them beforehand.
         lengths: Rows of a sequence, and of a chunk of a prompt; empty for all that need kernels of their own.
         batches: Sequences, and those of a server's step; likewise.
+        precision: ``"fp8"`` for forwards that round to 8 bits, instead of those in dtype and their backwards.
     """
 
     dtype: torch.dtype
@@ -102,6 +103,7 @@ class Uses(NamedTuple):
     appends: tuple[bool, ...] = (False, True)
     lengths: tuple[int, ...] = ()
     batches: tuple[int, ...] = ()
+    precision: str | None = None
 
 
 # Numbers that between them reach each class of tiles: most share their kernels. ``tests/archive/test_wheel.py`` draws
@@ -127,7 +129,9 @@ def calls(shape: Shape, uses: Uses) -> Iterator[Call]:
     plain: dict[str, Any] = {"causal": shape.causal, "window_size": window, "softcap": shape.softcap}
     if shape.sinks:
         plain["sinks"] = torch.empty(shape.heads_q, device="meta")
-    training = {**plain, "backward": uses.backward}
+    training = {**plain, "backward": uses.backward and uses.precision is None}
+    if uses.precision is not None:
+        training["precision"] = uses.precision
     what = f"{shape.heads_q}/{shape.heads_kv} x {shape.head_dim} {str(uses.dtype).removeprefix('torch.')}"
     for length in () if shape.is_latent else uses.lengths or _LENGTHS:
         for batch in uses.batches or _BATCHES:

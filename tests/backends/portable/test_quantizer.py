@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.language as tl
 
-from flashtile.backends.portable.rounding import kernels
+from flashtile.backends.portable.rounding import launch
 from tests.quantization.quantizer import CASES, Case, check, inputs
 
 

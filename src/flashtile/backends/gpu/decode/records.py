@@ -184,8 +184,8 @@ def _schedule(problem: Problem, config: Config, lanes: int, few: bool) -> Schedu
 def search_of(batch: int, packed: bool, least: int) -> int:
     """``Schedule.SEARCH``: few widths, as each has a build, which would be compiled while a server runs.
 
-    32 take no longer than 2, as each warp sums them alone; where one warp does all, 64 are two for each thread. With 256
-    a step of 48 sequences takes 1.04 times as long as with 64.
+    32 take no longer than 2, as each warp sums them alone; where one warp does all, 64 are two for each thread.
+    A step of 48 sequences takes 1.04 times as long with 256 as with 64.
     """
     count = batch + packed  # with the rows past the last packed sequence, for which a full width has no place
     if count <= least:

@@ -154,9 +154,9 @@ def work_of(span, sizing, call):
 
 @triton.jit
 def rest_of(spans, call):
-    """The span of the rows past the last packed sequence, without tiles where ``spans`` have them; ``spans`` if they do.
+    """The span of the rows past the last packed sequence, without tiles where ``spans`` have them.
 
-    It is not None then, which Triton 3.6 takes for no result of a function.
+    Where it is not read it is ``spans``: None is no result of a function for Triton 3.6.
     """
     rest = spans
     if call.queries.cu_seqlens is not None and call.schedule.SEARCH >= 256:
