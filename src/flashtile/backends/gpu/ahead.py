@@ -101,7 +101,8 @@ class Recorder:
             InvalidInputError: Naming the file, if it cannot be written.
         """
         files = sorted({file for found in self.builds.values() for file in found.about["files"]})
-        numbers, index, blobs, at = {file: n for n, file in enumerate(files)}, [], [], 0
+        numbers, blobs, at = {file: n for n, file in enumerate(files)}, list[bytes](), 0
+        index: list[tuple[Any, ...]] = []
         for group in _groups(self.builds):
             raw, places = b"", []
             for key in group:
