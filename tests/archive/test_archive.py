@@ -145,6 +145,19 @@ def test_kernels_of_hopper_are_those_that_another_process_compiles(
     _assert_same(monkeypatch, "sm_90", tmp_path / "kernels.ftk", call)
 
 
+def test_a_source_that_changes_while_kernels_are_compiled_makes_them_stale(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, file = ahead.Recorder(), "backends/portable/forward/kernel.py"
+    recorder.take(Archive(built))
+    before = archive.digest_of.__wrapped__
+    monkeypatch.setattr(archive.digest_of, "__wrapped__", lambda each: "new" if each == file else before(each))
+    recorder.write(tmp_path / "kernels.ftk")
+    made = Archive(tmp_path / "kernels.ftk")
+    changed = {found.about["name"]: made.changed(found) for key in made if (found := made.find(key)) is not None}
+    assert changed["attention_forward"] == file and changed["prepare_rows"] == ""
+
+
 def test_the_same_calls_make_the_same_file(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = ahead.Recorder()
     assert recorder.take(Archive(built)) == 4

@@ -64,6 +64,8 @@ class Recorder:
         self.launches: dict[bytes, Launch] = {}
         self.left_out: list[str] = []
         self._lists, self._lock = lists, threading.Lock()
+        for file in archive.PACKAGE.rglob("*.py"):
+            archive.digest_of(file.relative_to(archive.PACKAGE).as_posix())  # as the sources are now, see ``_digest``
 
     def take(self, other: Archive) -> int:
         """Adds an archive's builds whose sources are those that are installed; returns how many."""
@@ -116,7 +118,7 @@ class Recorder:
             at += len(blobs[-1])
         index.sort()
         archs = sorted({found.about["arch"] for found in self.builds.values()})
-        table = zlib.compress(_json({"archs": archs, "sources": {file: archive.digest_of(file) for file in files}}), 9)
+        table = zlib.compress(_json({"archs": archs, "sources": {file: _digest(file) for file in files}}), 9)
         start = archive.HEAD.size + len(index) * archive.ENTRY.size + len(table)
         front = b"".join(archive.ENTRY.pack(k, d, start + at, *sizes) for k, d, at, *sizes in index) + table
         head = archive.HEAD.pack(archive.MAGIC, hashlib.sha256(front).digest(), len(index), len(table))
@@ -128,6 +130,12 @@ class Recorder:
         except OSError as error:
             raise InvalidInputError("into", f"{str(place)!r} cannot be written: {error.strerror}") from None
         return start + at
+
+
+def _digest(file: str) -> str:
+    """The digest of a source; empty, which no source has, if it has changed since the recorder was made."""
+    now = archive.digest_of.__wrapped__(file)
+    return now if now == archive.digest_of(file) else ""
 
 
 def _groups(builds: Mapping[bytes, Found]) -> list[list[bytes]]:
