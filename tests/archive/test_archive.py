@@ -145,6 +145,14 @@ def test_kernels_of_hopper_are_those_that_another_process_compiles(
     _assert_same(monkeypatch, "sm_90", tmp_path / "kernels.ftk", call)
 
 
+def test_a_python_without_lzma_says_so(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "lzma", None)
+    with pytest.raises(ValueError, match="needs Python's module lzma"):
+        Archive(built)
+    with pytest.raises(UnsupportedError, match="module lzma"), ahead.into(tmp_path / "kernels.ftk"):
+        pass
+
+
 def test_a_source_that_changes_while_kernels_are_compiled_makes_them_stale(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

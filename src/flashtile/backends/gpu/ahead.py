@@ -8,7 +8,6 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import lzma
 import os
 import struct
 import tempfile
@@ -37,7 +36,7 @@ from flashtile.backends.gpu.launch import (
     text_of,
 )
 from flashtile.backends.gpu.named import DeviceFunction, DeviceModule, device_code
-from flashtile.core.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 # How arguments become parameters, whatever the kernel; and how users' functions are printed.
 _ALWAYS = ("backends/gpu/launch.py",)
@@ -112,7 +111,7 @@ class Recorder:
                 text = _json({**about, "files": [numbers[file] for file in about["files"]]})
                 places.append((key, len(raw), 4 + len(text) + len(code)))
                 raw += struct.pack("<I", len(text)) + text + code
-            blobs.append(lzma.compress(raw))
+            blobs.append(archive.lzma.compress(raw))
             of_all = hashlib.sha256(blobs[-1]).digest(), at, len(blobs[-1]), len(raw)
             index += [(key, *of_all, *place) for key, *place in places]
             at += len(blobs[-1])
@@ -192,7 +191,10 @@ def into(place: str | os.PathLike[str], *, lists: bool = False) -> Iterator[Reco
 
     Raises:
         InvalidInputError: The file is no archive, or cannot be written.
+        UnsupportedError: This Python cannot compress what is written.
     """
+    if archive.lzma is None:
+        raise UnsupportedError("archives of kernels need Python's module lzma, without which this Python was built")
     recorder = Recorder(lists=lists)
     if os.path.exists(place):
         try:

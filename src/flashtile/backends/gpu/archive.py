@@ -15,9 +15,9 @@ import bisect
 import ctypes
 import functools
 import hashlib
+import importlib
 import importlib.util
 import json
-import lzma
 import os
 import struct
 import warnings
@@ -43,6 +43,8 @@ ENTRY = struct.Struct("<32s32sQIIII")
 # The package that is kernels alone, and what its files are called.
 WHEEL, SUFFIX = "flashtile_kernels", ".ftk"
 PACKAGE = Path(__file__).parents[2]
+# None in a Python that was built without it.
+lzma: Any = importlib.import_module("lzma") if importlib.util.find_spec("_lzma") is not None else None
 # No build has more; a damaged number must not make a process take all memory.
 _MOST_BYTES = 64 * 2**20
 # What reading a file that anything may stand in raises.
@@ -99,6 +101,8 @@ class Archive:
             ValueError: It may not be used, or it is damaged; the text says why.
         """
         self.place = Path(place)
+        if lzma is None:
+            raise ValueError("needs Python's module lzma, without which this Python was built")
         # Read, not mapped: a file that is cut while it is mapped ends the process.
         with trusted.opened(place, owners=(0,)) as file:
             self._file = os.dup(file.fileno())
