@@ -237,7 +237,7 @@ def _tensor_of_tiles_kernel(cu_ptr, out_ptr, num_sequences, count, BLOCK: tl.con
 def test_packed_tiles_are_found_together_as_alone(lengths: list[int]) -> None:
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     total = sum(lengths) + 20
-    count = scheduler.num_packed_tiles(total, len(lengths), 16)
+    count = num_packed_tiles(total, len(lengths), 16)
     alone, together = torch.full((count, 4), -1, dtype=torch.int32), torch.full((count, 2), -1, dtype=torch.int32)
     _tiles_kernel[(count,)](offsets, alone, len(lengths), total, 1, BLOCK=16, SPARE=0)
     _tensor_of_tiles_kernel[(1,)](offsets, together, len(lengths), count, BLOCK=16, WIDTH=32)
