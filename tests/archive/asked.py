@@ -34,7 +34,8 @@ def on_gpu(arch: str) -> Iterator[Driver]:
         return on_cpu.but(device_type="cuda", compute_capability=gpu.capability, aligned=on_cpu.aligned and aligned)
 
     count = lambda device: gpu.multiprocessors  # noqa: E731
-    replaced = {made: of_gpu, records.multiprocessors: count}
+    replaced: dict[Any, Any] = {made: of_gpu, records.multiprocessors: count}
+    replaced[problem.compute_capability] = lambda device: gpu.capability
     patches: list[tuple[Any, str, Any]] = [(tensor_maps, "_num_sms", count)]
     for module in [each for name, each in sys.modules.items() if name.startswith("flashtile.")]:
         for name, value in vars(module).items():

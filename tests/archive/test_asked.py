@@ -71,6 +71,7 @@ LISTED: dict[str, tuple[Shape, Uses]] = {
     "decode, pages of 64": (Shape(32, 8, 128, True), Uses(BRAIN, False, False, False, (64,))),
     "decode with append": (Shape(32, 8, 128, True), Uses(BRAIN, False, False, False, (64,))),
     "decode, 64 over 2 heads of 64": (Shape(64, 2, 64, True), Uses(BRAIN, False, False, False, (64,))),
+    "8 bits": (Shape(*_WIDE, False), Uses(BRAIN, packed=False, precision="fp8")),
     "20 new lengths": (Shape(*_WIDE, True), Uses(BRAIN, packed=False)),
 }
 

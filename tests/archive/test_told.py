@@ -23,6 +23,7 @@ from flashtile.backends.gpu import ahead, archive, build, host
 from flashtile.backends.gpu.archive import Archive
 from flashtile.call.backend import MEANWHILE
 from flashtile.call.problem import Problem, Tensors
+from flashtile.cli import build as command
 from flashtile.core.masks import Band
 from flashtile.ops import dispatch, plans
 from tests.archive.machine import Driver, attend, present
@@ -243,6 +244,35 @@ def test_nothing_is_compiled_beside_a_full_hit(forward: Path, monkeypatch: pytes
         _with(monkeypatch, tmp_path / "all.ftk")
         assert _planned() and len(cuda.loaded) == 4 == len(build._builds)
         assert not _planned()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--model", "gpt2", "--cache", "fp8"), "--cache"),
+        (("--model", "gpt2", "--no-append"), "--append"),
+        (("--model", "gpt2", "--pages", "16", "--precision", "fp8"), "--precision"),
+        (("--model", "gpt2", "--pages", "16", "--serving", "--packed"), "--packed"),
+        (("--model", "gpt2", "--causal"), "--heads"),
+    ],
+    ids=str,
+)
+def test_no_option_is_ignored(options: tuple[str, ...], named: str, tmp_path: Path, capsys: Any) -> None:
+    from flashtile.cli import main
+
+    assert main(["build", "--arch", "sm_80", "-o", str(tmp_path / "kernels.ftk"), *options]) != 0
+    assert named in capsys.readouterr().err
+
+
+def test_a_kernel_that_does_not_compile_fails_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    """The other kernels are written."""
+    from flashtile.cli import main
+
+    monkeypatch.setattr(command, "_compile", lambda recorder, *_: recorder.add(b"", ahead.Failed("k did not compile")))
+    assert main(["build", "--arch", "sm_80", "--model", "gpt2", "--forward", "-o", str(tmp_path / "kernels.ftk")]) == 1
+    assert "left out: k did not compile" in capsys.readouterr().err and (tmp_path / "kernels.ftk").exists()
 
 
 def test_what_was_missed_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

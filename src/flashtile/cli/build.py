@@ -8,6 +8,7 @@ import re
 import shlex
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from flashtile.cli.models import Call, Shape, Uses, calls, models
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
-# No options of a layer: those of the whole command.
+# These options are the whole command's, not a layer's.
 _OF_COMMAND = ("listed", "missed", "exact", "jobs")
 # What was compiled is written as often, so that no more is lost where a machine takes the process away.
 _EACH_S = 120
@@ -71,6 +72,8 @@ def build(
 
     A process with FLASHTILE_KERNELS set to the archive's path loads them in milliseconds, without Triton.
     """
+    if find_spec("triton") is None:
+        raise UnsupportedError("building kernels needs Triton, which is not installed: pip install triton")
     from triton.backends.compiler import GPUTarget
 
     gpu = gpu_of(arch)
@@ -100,6 +103,8 @@ def build(
     typer.echo(f"{out}: {count} kernels, {count - before} of them new, {size / 1e6:.2f} MB, {seconds:.0f} s")
     for text in dict.fromkeys((*refused, *recorder.left_out)):
         typer.echo(f"left out: {text}", err=True)
+    if any(isinstance(each, ahead.Failed) for each in recorder.left_out):
+        raise typer.Exit(1)
 
 
 def wanted_calls(options: dict[str, Any]) -> list[Call]:
@@ -107,8 +112,14 @@ def wanted_calls(options: dict[str, Any]) -> list[Call]:
     names = ("model", "heads", "head_dim", "causal", "window", "softcap")
     shapes = _shapes(*(options[name] for name in names))
     pages, appends = tuple(options["pages"] or ()), options["append"]
-    if options["serving"] and not pages:
-        raise InvalidInputError("--serving", "is given, but no --pages")
+    over_cache = {"--serving": options["serving"], "--append": appends is not None, "--cache": options["cache"]}
+    alone = {"--precision": options["precision"], "--packed": options["serving"] and options["packed"]}
+    for name in () if pages else (name for name, given in over_cache.items() if given):
+        raise InvalidInputError(name, "is given, but no --pages")
+    for name in (name for name, given in alone.items() if given) if pages else ():
+        raise InvalidInputError(name, "is given, but calls over a cache have none")
+    if options["heads"] is None and (options["causal"] or options["window"] is not None or options["softcap"]):
+        raise InvalidInputError("--heads", "is missing: --causal, --window and --softcap describe its layer")
     if options["precision"] not in (None, "fp8"):
         raise InvalidInputError("--precision", f"is {options['precision']!r}, must be fp8")
     trains = not options["serving"]
@@ -128,7 +139,7 @@ def list_calls(file: Path, command: Any) -> list[Call]:
     for number, line in enumerate(_read(file, "--list").splitlines(), 1):
         if not (words := shlex.split(line, comments=True)):
             continue
-        # What the command cannot be without.
+        # The command is not complete without the last two.
         options = command.make_context(f"line {number} of {file.name}", [*words, "--arch=", "--out="]).params
         if any(options[name] for name in _OF_COMMAND):
             raise InvalidInputError("--list", f"has in line {number} what is not an option of layers: {line.strip()}")

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import struct
-import tempfile
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
@@ -36,14 +35,21 @@ from flashtile.backends.gpu.launch import (
     text_of,
 )
 from flashtile.backends.gpu.named import DeviceFunction, DeviceModule, device_code
+from flashtile.core import trusted
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 # How arguments become parameters, whatever the kernel; and how users' functions are printed.
 _ALWAYS = ("backends/gpu/launch.py",)
-# Of a group, before compression: larger ones take fewer bytes in all, and longer to load.
+# A group has at most so many before compression: larger groups take fewer bytes in all, and longer to load.
 _GROUP_BYTES = 768 * 1024
 _NO_LINES = "TRITON_DISABLE_LINE_INFO"
 _PRINTS = ("flashtile.mods.printed", "flashtile.mods.graph", "flashtile.mods.places")
+
+
+class Failed(str):
+    """Why a kernel did not compile."""
+
+    __slots__ = ()
 
 
 class Recorder:
@@ -122,10 +128,7 @@ class Recorder:
         front = b"".join(archive.ENTRY.pack(k, d, start + at, *sizes) for k, d, at, *sizes in index) + table
         head = archive.HEAD.pack(archive.MAGIC, hashlib.sha256(front).digest(), len(index), len(table))
         try:
-            with tempfile.NamedTemporaryFile("wb", dir=Path(place).parent, delete=False) as file:
-                file.writelines((head, front, *blobs))
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, place)
+            trusted.replace(place, (head, front, *blobs), 0o644)
         except OSError as error:
             raise InvalidInputError("into", f"{str(place)!r} cannot be written: {error.strerror}") from None
         return start + at
@@ -172,8 +175,8 @@ def compiled_line(line: str, arch: int) -> tuple[bytes, Found | str]:
     key = archive.key_of(f"sm_{arch}", str(text_of(lower(launch)[0])))
     try:
         return key, compiled(key, launch, GPUTarget("cuda", arch, 32))
-    except Exception as error:  # of Triton's many kinds; the other kernels of a build are not lost for it
-        return key, f"{launch.kernel.__name__}: {type(error).__name__}: {error}"
+    except Exception as error:  # Triton raises many kinds; the other kernels of a build are not lost for one
+        return key, Failed(f"{launch.kernel.__name__} did not compile: {type(error).__name__}: {error}")
 
 
 def _json(value: object) -> bytes:

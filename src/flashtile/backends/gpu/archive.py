@@ -57,7 +57,7 @@ _HARMLESS = {
     "TRITON_REMOTE_CACHE_BACKEND", "TRITON_DISABLE_LINE_INFO", "TRITON_PRINT_AUTOTUNING", "TRITON_LIBCUDA_PATH",
     "TRITON_CUDACRT_PATH", "TRITON_CUDART_PATH", "TRITON_STORE_BINARY_ONLY", "TRITON_ALWAYS_COMPILE",
 }  # fmt: skip
-# Of a thread block.
+# A thread block has no more.
 _MOST_WARPS = 32
 _NO_CHANGE = {"TRITON_DEFAULT_FP_FUSION": "1", "TRITON_INTERPRET": "0", "TRITON_DEBUG": "0"}
 
@@ -83,7 +83,7 @@ def key_of(arch: str, text: str) -> bytes:
 
 @functools.cache
 def digest_of(file: str) -> str:
-    """Of a source file of the package, by its path in it; empty if it is not there."""
+    """The SHA-256 of a source file, by its path in the package; empty if it is not there."""
     try:
         return hashlib.sha256((PACKAGE / file).read_bytes()).hexdigest()
     except OSError:
@@ -300,7 +300,7 @@ def _listed(place: Path) -> Listed:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror}"
-    return str(error) if type(error) is ValueError else f"is damaged: {type(error).__name__}"
+    return str(error) if type(error) in (ValueError, trusted.UntrustedError) else f"is damaged: {type(error).__name__}"
 
 
 def named() -> list[Path]:

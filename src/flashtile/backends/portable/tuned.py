@@ -11,9 +11,7 @@ import functools
 import json
 import os
 import re
-import stat
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
@@ -24,7 +22,7 @@ from flashtile.backends.gpu.trial import on_trial, tried
 from flashtile.backends.portable import config
 from flashtile.backends.portable.config import Config, Tables
 from flashtile.call.problem import Problem
-from flashtile.core import settings
+from flashtile.core import settings, trusted
 from flashtile.core.errors import InvalidInputError, shown
 
 KERNELS = ("forward", "dkdv", "dk", "dv", "dq")
@@ -130,7 +128,7 @@ def path() -> Path | None:
 
 
 def versions() -> tuple[str, ...]:
-    """Of flashtile and of Triton, from its source: whoever plans a call does not wait for its import."""
+    """The versions of flashtile and of Triton, this one read from its source: planning a call does not import it."""
     spec = find_spec("triton")
     text = "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
     found = re.search(r"^__version__ = ['\"](.+?)['\"]", text, re.MULTILINE)
@@ -146,22 +144,15 @@ def read(place: Path) -> list[Entry]:
     """
     why, rows = "", []
     try:
-        # The open file is judged, since its name may come to stand for another. To open a pipe would wait.
-        with open(os.open(place, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode):
-                why = "is no regular file"
-            elif about.st_uid != os.getuid():
-                why = f"belongs to user {about.st_uid}, you are {os.getuid()}"
-            elif about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                why = f"may be written by others, its mode is {about.st_mode & 0o777:o}: chmod 600"
-            else:
-                rows = [Entry(**row) for row in json.load(file)["tiles"]]
-                set(rows)  # lists have no hash
+        with trusted.opened(place) as file:
+            rows = [Entry(**row) for row in json.load(file)["tiles"]]
+            set(rows)  # lists have no hash
     except FileNotFoundError:
         pass
     except OSError as error:
         why = f"cannot be read: {error.strerror}"
+    except trusted.UntrustedError as error:
+        why = str(error)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         why = f"is not of flashtile tune: {type(error).__name__}: {shown(str(error))}"
     if why:
@@ -177,9 +168,8 @@ def write(place: Path, entries: Iterable[Entry]) -> None:
     """
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
-            json.dump({"tiles": [entry._asdict() for entry in entries]}, file, indent=1)
-        os.replace(file.name, place)
+        text = json.dumps({"tiles": [entry._asdict() for entry in entries]}, indent=1)
+        trusted.replace(place, [text.encode()], 0o600)
     except OSError as error:
         raise InvalidInputError(str(place), f"cannot be written: {error.strerror}") from None
     known.cache_clear()
