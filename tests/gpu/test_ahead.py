@@ -33,7 +33,7 @@ def test_the_case_tables_without_triton(tables: str, every: int, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["ready"] == found["items"] and not found["failed"], found
-    assert found["cases"] > 20 and found["load"] >= found["kernels listed"] > 20
+    assert found["cases"] > 20 and found["kernels listed"] > 20 and found["load"] > 20
     assert not found.get("_compiled") and not found["modules of Triton"]
     assert found["results"]["same bits"] > 40 and not found["other bits of"], found
 

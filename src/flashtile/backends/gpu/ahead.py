@@ -41,7 +41,7 @@ from flashtile.core.errors import InvalidInputError, UnsupportedError
 # How arguments become parameters, whatever the kernel; and how users' functions are printed.
 _ALWAYS = ("backends/gpu/launch.py",)
 # A group has at most so many before compression: larger groups take fewer bytes in all, and longer to load.
-_GROUP_BYTES = 768 * 1024
+_GROUP_BYTES = 3 * 2**20
 _NO_LINES = "TRITON_DISABLE_LINE_INFO"
 _PRINTS = ("flashtile.mods.printed", "flashtile.mods.graph", "flashtile.mods.places")
 
@@ -141,10 +141,10 @@ def _digest(file: str) -> str:
 
 
 def _groups(builds: Mapping[bytes, Found]) -> list[list[bytes]]:
-    """Keys of builds that are alike: of one kernel, and then about as long; see ``_GROUP_BYTES``."""
+    """Keys of builds that are alike, in groups; see ``_GROUP_BYTES``."""
     found: list[list[bytes]] = []
     kernel, size = None, 0
-    for key in sorted(builds, key=lambda key: (builds[key].about["kernel"], len(builds[key].code), key)):
+    for key in sorted(builds, key=lambda key: (*_likeness(builds[key]), key)):
         about, code, _ = builds[key]
         if about["kernel"] != kernel or size + len(code) > _GROUP_BYTES:
             found.append([])
@@ -152,6 +152,13 @@ def _groups(builds: Mapping[bytes, Found]) -> list[list[bytes]]:
         found[-1].append(key)
         size += len(code)
     return found
+
+
+def _likeness(found: Found) -> tuple[Any, ...]:
+    """What builds with much code in common share: the kernel, its warps, the first tensor's dtype, its shared memory."""
+    about, code, _ = found
+    dtype = next((kind for _, kind in about.get("leaves", ())), "")
+    return about["kernel"], about.get("num_warps"), dtype, about.get("shared"), len(code)
 
 
 def compiled(key: bytes, launch: Launch, target: Any) -> Found | str:
