@@ -48,7 +48,7 @@ class Task:
     """One kernel for all calls of one key, with the tables' tiles, and a small odd call that is only checked."""
 
     kernel: str
-    key: tuned.Key
+    key: portable.Key
     table: Config
     problems: tuple[Problem, ...]
     odd: Problem
@@ -75,7 +75,7 @@ def tasks(problems: Iterable[Problem], directions: Sequence[Direction]) -> list[
     Raises:
         UnsupportedError: The portable backend cannot run a call.
     """
-    found: dict[tuned.Key, Task] = {}
+    found: dict[portable.Key, Task] = {}
     for problem, direction in itertools.product(problems, directions):
         dispatch.select(problem, direction, BACKEND.name)
         arch, rows = portable.arch_of(problem), max(1, min(333, problem.seqlen_q) - 3)
@@ -100,8 +100,8 @@ def candidates(task: Task, best: Config, arch: str) -> list[Config]:
     p, kernel, made = task.odd, task.kernel, list[Config]()
     dims = portable.tile_dims(p)
     if arch != "interpreter" and p.dtype != torch.float32:
-        keys = [key for key in tuned.shipped() if key[1:3] == (kernel, "16 bits")]
-        rows = [tuned.narrowest(max(64, *dims), *key) for key in keys]
+        keys = [key for key in portable.shipped() if key[1:3] == (kernel, "16 bits")]
+        rows = [portable.narrowest(max(64, *dims), *key) for key in keys]
         made = [Config.parse(row.tiles) for row in rows if row is not None]
     made += _neighbours(best, not p.band.unbounded)
     columns = {"forward": dims[1], "dq": dims[0], "dk": dims[0], "dv": dims[1], "dkdv": sum(dims)}[kernel]
@@ -186,7 +186,7 @@ def save(result: Result) -> None:
     assert place is not None
     entries = [each for each in tuned.read(place) if (each.key, each[8:]) != (result.task.key, here)]
     if result.tiles != result.task.table:
-        entries.append(tuned.Entry._make((*result.task.key, result.tiles.name, round(result.gain, 3), *here)))
+        entries.append(portable.Entry._make((*result.task.key, result.tiles.name, round(result.gain, 3), *here)))
     tuned.write(place, entries)
 
 

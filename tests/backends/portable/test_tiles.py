@@ -62,8 +62,8 @@ def _with_function(name: str) -> dict[str, object]:
 
 
 def test_every_row_is_legal_and_taken() -> None:
-    rows = [row for rows in tuned.shipped().values() for row in rows.values()]
-    text = json.loads((Path(tuned.__file__).parent / "tiles.json").read_bytes())
+    rows = [row for rows in tiles.shipped().values() for row in rows.values()]
+    text = json.loads((Path(tiles.__file__).parent / "tiles.json").read_bytes())
     assert len(rows) == len(text["tiles"]) > 150, "two rows are for the same calls"
     for row in rows:
         config = Config.parse(row.tiles)
@@ -81,18 +81,18 @@ def test_every_row_is_legal_and_taken() -> None:
     for arch, mask, dims, dtype in itertools.product(ARCHS, masks, [*widths, (192, 128)], dtypes):
         problem = usual.but(head_dim=dims[0], head_dim_v=dims[1], dtype=dtype, **mask)
         kernels = "forward", *backward.key_kernels(problem, arch), "dq", "dbias", "diagonals"
-        taken |= {tuned.row_of(problem, each, arch) for each in (kernels if dtype != FLOAT8 else ["quantized"])}
+        taken |= {tiles.row_of(problem, each, arch) for each in (kernels if dtype != FLOAT8 else ["quantized"])}
     assert [row for row in rows if row not in taken] == []
 
 
 def test_a_row_that_is_none_is_named() -> None:
     row = {"gpu": "sm_90", "kernel": "dq", "dtype": "16 bits", "head_dims": "64", "mask": "", "tiles": "64x64x4x3"}
     unsaid = {"table": "", "gain": 1.0, "flashtile": "", "triton": ""}
-    assert tuned.parsed(json.dumps({"tiles": [row]}).encode(), unsaid)[0].tiles == "64x64x4x3"
+    assert tiles.parsed(json.dumps({"tiles": [row]}).encode(), unsaid)[0].tiles == "64x64x4x3"
     wrong = [{**row, "columns": 64}, {name: row[name] for name in row if name != "mask"}, {**row, "mask": ["full"]}]
     for each, why in zip([*wrong, 3], ["columns", "mask", "unhashable", "mapping"], strict=True):
         with pytest.raises(ValueError, match=f"row 2: .*{why}"):
-            tuned.parsed(json.dumps({"tiles": [row, each]}).encode(), unsaid)
+            tiles.parsed(json.dumps({"tiles": [row, each]}).encode(), unsaid)
 
 
 @pytest.mark.parametrize("causal", [False, True])

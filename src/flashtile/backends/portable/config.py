@@ -1,4 +1,4 @@
-"""What tiles are, and what makes the key by which ``tuned`` finds a call's row: architecture, columns and mask.
+"""Tiles, and the row of ``tiles.json`` that a call takes: by architecture, kernel, dtype, columns and mask.
 
 The batch size and the length of packed sequences play no part, so that a sequence's result is bitwise the same whatever
 else is in the batch. The length of dense sequences matters: short ones may have their own tiles.
@@ -7,8 +7,13 @@ else is in the batch. The length of dense sequences matters: short ones may have
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -97,6 +102,36 @@ class Config:
             + (", all masked" if self.mask_all else "")
             + (f", tuned ({self.source})" if self.source else "")
         )
+
+
+Key = tuple[str, ...]
+# What rows of tiles.json need not say.
+_NOT_MEASURED_HERE = {"table": "", "gain": 1.0, "flashtile": "", "triton": ""}
+
+
+class Entry(NamedTuple):
+    """A row of a file: for which calls, ``Config.name`` of their tiles, how many times as fast, who measured.
+
+    In a user's file ``gpu`` and ``dtype`` are full names, ``head_dims`` those of keys and values, ``mask`` is full,
+    causal or window, and ``table`` the name of the tables' tiles without descriptors. In ``tiles.json`` they are an
+    architecture, a dtype or 16 bits, the most columns, and what ``mask_of`` says.
+    """
+
+    gpu: str
+    kernel: str
+    dtype: str
+    head_dims: str
+    mask: str
+    table: str
+    tiles: str
+    gain: float
+    flashtile: str
+    triton: str
+
+    @property
+    def key(self) -> Key:
+        """For which calls."""
+        return self[:6]
 
 
 def for_repair(config: Config) -> Config:
@@ -203,3 +238,81 @@ def is_featured(problem: Problem) -> bool:
     """Whether score mods, masks or dropout need registers of their own."""
     transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None or has_functions(problem)
     return transformed or problem.mask or problem.dropout_p > 0
+
+
+def from_rows(problem: Problem, kernel: str, arch: str | None = None) -> Config | None:
+    """The tables' tiles of a kernel; None where they have no row, as of dkdv for calls that run dk and dv instead."""
+    arch = arch or arch_of(problem)
+    if arch == "interpreter":
+        return Config(16, 16, 4, 1)
+    row, columns = row_of(problem, kernel, arch), columns_of(problem)
+    if row is None and problem.dtype == torch.float32:
+        # By compiler reports: what these tiles take of registers and of shared memory every GPU has.
+        size = 32 if columns <= 128 else 16
+        return Config(size, size, 4, 2 if columns <= 64 and arch != "gfx942" else 1)
+    if row is None:
+        return None
+    # A tile of several parts loads as many boxes, which pays where it was measured to.
+    has_boxes = columns & (columns - 1) > 0 and int(row.head_dims) != columns
+    found = readable(problem, _config(row.tiles))
+    return dataclasses.replace(found, tma=False) if has_boxes else found
+
+
+def row_of(problem: Problem, kernel: str, arch: str) -> Entry | None:
+    """The row of ``tiles.json`` that a call takes, if there is one."""
+    columns, dtype = columns_of(problem), str(problem.dtype)[6:]
+    if arch == "sm_100" and dtype != "float32":
+        arch = "sm_90"
+    if dtype in ("float16", "bfloat16"):
+        dtype = "16 bits"
+    found = None
+    if arch == "sm_90" and not has_descriptors(problem):
+        found = narrowest(columns, "sm_90 pointers", kernel, dtype, "")
+    return found or narrowest(columns, arch, kernel, dtype, mask_of(problem))
+
+
+def narrowest(columns: int, gpu: str, kernel: str, dtype: str, mask: str) -> Entry | None:
+    """The row for the fewest columns that are enough, among the rows of a mask and of the masks that begin it."""
+    rows = _rows(gpu, kernel, dtype, mask)
+    return next((rows[each] for each in rows if each >= columns), None)
+
+
+@functools.cache
+def _rows(gpu: str, kernel: str, dtype: str, mask: str) -> dict[int, Entry]:
+    """By columns, the fewest first. A row of ``banded window`` hides one of ``banded``, and this one of any mask."""
+    words = mask.split()
+    masks = (" ".join(words[:count]) for count in range(len(words) + 1))
+    found = {n: row for each in masks for n, row in shipped().get((gpu, kernel, dtype, each), {}).items()}
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def shipped() -> dict[Key, dict[int, Entry]]:
+    """The rows of ``tiles.json``, read once: by GPU, kernel, dtype and mask, then by columns."""
+    found: dict[Key, dict[int, Entry]] = {}
+    for row in parsed(Path(__file__).with_name("tiles.json").read_bytes(), _NOT_MEASURED_HERE):
+        found.setdefault((row.gpu, row.kernel, row.dtype, row.mask), {})[int(row.head_dims)] = row
+    return found
+
+
+_config = functools.cache(Config.parse)
+
+
+def parsed(text: bytes, unsaid: Mapping[str, Any] | None = None) -> list[Entry]:
+    """The entries of a file's text, whatever their values.
+
+    Args:
+        text: What the file has.
+        unsaid: Fields that its rows leave out.
+
+    Raises:
+        ValueError: It is no JSON, or a row, which is named, is none. Other errors: it is JSON of something else.
+    """
+    rows = []
+    for number, row in enumerate(json.loads(text)["tiles"], 1):
+        try:
+            rows.append(Entry(**(unsaid or {}), **row))
+            hash(rows[-1])  # lists have none
+        except TypeError as error:
+            raise ValueError(f"row {number}: {error}") from None
+    return rows

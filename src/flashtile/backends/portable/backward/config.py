@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from flashtile.backends.gpu.trial import on_trial
-from flashtile.backends.portable import tuned
+from flashtile.backends.portable import config, tuned
 from flashtile.backends.portable.config import Config
 from flashtile.call.problem import Problem
 
@@ -35,7 +35,7 @@ def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]
     Separate kernels compute the scores twice, but each holds half the accumulators, so its tiles can be larger.
     """
     held = {"dkdv", "dv"} & dict(on_trial()).keys()
-    together = "dkdv" in held if held else tuned.from_rows(problem, "dkdv", arch) is not None
+    together = "dkdv" in held if held else config.from_rows(problem, "dkdv", arch) is not None
     return ("dkdv",) if together else ("dk", "dv")
 
 
