@@ -23,7 +23,6 @@ from flashtile.backends.portable import BACKEND, tuned
 from flashtile.backends.portable import config as portable
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.config import Config
-from flashtile.backends.portable.forward import config as forward
 from flashtile.call.arguments import Grads
 from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem, Tensors
@@ -49,7 +48,7 @@ class Task:
     """One kernel for all calls of one key, with the tables' tiles, and a small odd call that is only checked."""
 
     kernel: str
-    key: tuned.Key
+    key: portable.Key
     table: Config
     problems: tuple[Problem, ...]
     odd: Problem
@@ -76,18 +75,17 @@ def tasks(problems: Iterable[Problem], directions: Sequence[Direction]) -> list[
     Raises:
         UnsupportedError: The portable backend cannot run a call.
     """
-    found: dict[tuned.Key, Task] = {}
+    found: dict[portable.Key, Task] = {}
     for problem, direction in itertools.product(problems, directions):
         dispatch.select(problem, direction, BACKEND.name)
         arch, rows = portable.arch_of(problem), max(1, min(333, problem.seqlen_q) - 3)
         kernels = ("forward",) if direction == "forward" else (*backward.key_kernels(problem), "dq")
         for kernel in kernels:
-            tables = forward.TABLES if kernel == "forward" else backward.TABLES
             call = problem.but(grads=_GRADS[kernel])
-            table = portable.select(call, kernel, tables, arch)
+            table = tuned.choose(call, kernel, arch)
             odd = call.but(batch=3, seqlen_q=rows, seqlen_k=rows, varlen=True)
             # Packed sequences if they take the same tiles.
-            odd = odd.but(varlen=portable.select(odd, kernel, tables, arch) == table)
+            odd = odd.but(varlen=tuned.choose(odd, kernel, arch) == table)
             key = tuned.key_of(call, kernel, table)
             others = found[key].problems if key in found else ()
             found[key] = Task(kernel, key, table, tuple(dict.fromkeys((*others, call))), odd)
@@ -102,9 +100,9 @@ def candidates(task: Task, best: Config, arch: str) -> list[Config]:
     p, kernel, made = task.odd, task.kernel, list[Config]()
     dims = portable.tile_dims(p)
     if arch != "interpreter" and p.dtype != torch.float32:
-        rows = [of.get(kernel, {}) for of in (forward if kernel == "forward" else backward).TABLES.values()]
-        found = [portable.row_of(of, max(64, *dims)) for of in rows]
-        made = [each for each in found if each is not None]
+        keys = [key for key in portable.shipped() if key[1:3] == (kernel, "16 bits")]
+        rows = [portable.narrowest(max(64, *dims), *key) for key in keys]
+        made = [Config.parse(row.tiles) for row in rows if row is not None]
     made += _neighbours(best, not p.band.unbounded)
     columns = {"forward": dims[1], "dq": dims[0], "dk": dims[0], "dv": dims[1], "dkdv": sum(dims)}[kernel]
     fitting = []
@@ -188,7 +186,7 @@ def save(result: Result) -> None:
     assert place is not None
     entries = [each for each in tuned.read(place) if (each.key, each[8:]) != (result.task.key, here)]
     if result.tiles != result.task.table:
-        entries.append(tuned.Entry._make((*result.task.key, result.tiles.name, round(result.gain, 3), *here)))
+        entries.append(portable.Entry._make((*result.task.key, result.tiles.name, round(result.gain, 3), *here)))
     tuned.write(place, entries)
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from flashtile.backends.gpu.launch import Launch, lower, specialise
 from flashtile.backends.portable.config import SHARED_BYTES, Config
 from flashtile.backends.portable.quantized.config import choose
+from flashtile.call.arguments import FLOAT8
 from flashtile.call.prepared import without_data
 from flashtile.core.masks import Band
 from flashtile_lab.kernels import portable as portable_builds
@@ -64,7 +65,7 @@ def test_tiles_fit_a_block_that_shares_a_scale(arch: str) -> None:
     if arch in ("sm_80", "gfx942"):
         return
     for dim, band, varlen in itertools.product((16, 64, 80, 128, 256), (Band(), Band(None, 0)), (False, True)):
-        problem = portable_builds._problem("sm_90a", dim, band, varlen=varlen)
+        problem = portable_builds._problem("sm_90a", dim, band, varlen=varlen).but(dtype=FLOAT8)
         config = choose(problem, arch)
         assert 128 % config.block_m == 128 % config.block_n == 0 and config.block_n >= 32
         loop = config.block_n * 2 * max(dim, 32) * max(config.num_stages, 1)

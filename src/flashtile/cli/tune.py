@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from flashtile import tuning
 from flashtile.backends.portable import tuned
+from flashtile.backends.portable.config import Entry, Key
 from flashtile.call.arguments import band_of
 from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem, compute_capability, described, gpu_name
@@ -51,10 +52,10 @@ def tune(
         return
     entries = tuned.read(place)
     if list_:
-        records = [{**each._asdict(), "why_not": each.why_not()} for each in entries]
+        records = [{**each._asdict(), "why_not": tuned.why_not(each)} for each in entries]
         lines = [f"{len(entries)} in {place}"]
         for each in entries:
-            why = f"not used: {each.why_not()}" if each.why_not() else "used"
+            why = f"not used: {tuned.why_not(each)}" if tuned.why_not(each) else "used"
             lines.append(f"{each.gpu}: {_line(each.key, each.tiles, each.gain)}; {why}")
         typer.echo(json.dumps(records, indent=2) if as_json else "\n".join(lines))
         return
@@ -69,7 +70,7 @@ def tune(
     results, interrupted = _tune(todo, seconds)
     if as_json:
         found = [(*x.task.key, x.tiles.name, x.gain, x.timed, x.left_out) for x in results]
-        names = (*tuned.Entry._fields[:8], "timed", "left_out")
+        names = (*Entry._fields[:8], "timed", "left_out")
         typer.echo(json.dumps([dict(zip(names, row, strict=True)) for row in found], indent=2))
     else:
         for x in results:
@@ -83,7 +84,7 @@ def tune(
         raise typer.Exit(130)
 
 
-def _line(key: tuned.Key, tiles: str, gain: float) -> str:
+def _line(key: Key, tiles: str, gain: float) -> str:
     stays = f"the tables' {tiles}" if gain == 1.0 else f"{tiles} instead of {key[5]}, {gain} times as fast"
     return f"{' '.join(map(str, key[1:5]))}: {stays}"
 

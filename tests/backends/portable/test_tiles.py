@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
+from flashtile.backends.gpu import trial as trials
 from flashtile.backends.gpu.launch import leaf_names
 from flashtile.backends.gpu.trial import on_trial, trial
-from flashtile.backends.portable import BACKEND
+from flashtile.backends.portable import BACKEND, tuned
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import config as forward
 from flashtile.backends.portable.quantized import config as quantized
+from flashtile.call.arguments import FLOAT8
 from flashtile.call.problem import Problem, SequenceLayout
 from flashtile.core.masks import Band
 from flashtile_lab.kernels import report
 from flashtile_lab.kernels.portable import builds
 from tests.cases import Case, build
+from tests.mods.calls import with_functions
 
 ARCHS = [*tiles.SHARED_BYTES]
 
@@ -50,12 +57,50 @@ def test_every_head_dim_has_tiles_that_fit(arch: str, changes: dict[str, object]
             assert need <= tiles.SHARED_BYTES[arch], (head_dim, kernel, config)
 
 
+def _with_function(name: str) -> dict[str, object]:
+    return {"score_function": with_functions(Case("x"), name, None, torch.float16).problem.score_function}
+
+
+def test_every_row_is_legal_and_taken() -> None:
+    rows = [row for rows in tiles.shipped().values() for row in rows.values()]
+    text = json.loads((Path(tiles.__file__).parent / "tiles.json").read_bytes())
+    assert len(rows) == len(text["tiles"]) > 150, "two rows are for the same calls"
+    for row in rows:
+        config = Config.parse(row.tiles)
+        assert config.name == row.tiles and max(config.block_m, config.block_n) <= tuned.MAX_TILE, row
+        assert row.kernel in trials.KERNELS and int(row.head_dims) <= 512, row
+    masks = [
+        {}, {"varlen": True}, {"seqlen_k": 64}, {"band": Band(None, 0)}, {"band": Band(9, 0)},
+        {"band": Band(None, 0), "varlen": True}, {"band": Band(None, 0), "seqlen_q": 9},
+        {"band": Band(None, 0), "num_heads_q": 8}, {"mask": True, "seqlen_k": 601}, {"mask": True},
+        {"mask": True, "seqlen_k": 40}, _with_function("gated"), _with_function("bias"), {"aligned": False},
+    ]  # fmt: skip
+    usual = _problem(64, seqlen_q=4096, seqlen_k=4096, num_heads_q=2, num_heads_kv=2)
+    widths, dtypes = {(int(row.head_dims),) * 2 for row in rows}, (torch.bfloat16, torch.float32, FLOAT8)
+    taken = set()
+    for arch, mask, dims, dtype in itertools.product(ARCHS, masks, [*widths, (192, 128)], dtypes):
+        problem = usual.but(head_dim=dims[0], head_dim_v=dims[1], dtype=dtype, **mask)
+        kernels = "forward", *backward.key_kernels(problem, arch), "dq", "dbias", "diagonals"
+        taken |= {tiles.row_of(problem, each, arch) for each in (kernels if dtype != FLOAT8 else ["quantized"])}
+    assert [row for row in rows if row not in taken] == []
+
+
+def test_a_row_that_is_none_is_named() -> None:
+    row = {"gpu": "sm_90", "kernel": "dq", "dtype": "16 bits", "head_dims": "64", "mask": "", "tiles": "64x64x4x3"}
+    unsaid = {"table": "", "gain": 1.0, "flashtile": "", "triton": ""}
+    assert tiles.parsed(json.dumps({"tiles": [row]}).encode(), unsaid)[0].tiles == "64x64x4x3"
+    wrong = [{**row, "columns": 64}, {name: row[name] for name in row if name != "mask"}, {**row, "mask": ["full"]}]
+    for each, why in zip([*wrong, 3], ["columns", "mask", "unhashable", "mapping"], strict=True):
+        with pytest.raises(ValueError, match=f"row 2: .*{why}"):
+            tiles.parsed(json.dumps({"tiles": [row, each]}).encode(), unsaid)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("seqlen", "group"), [(40, 1), (600, 1), (600, 2)])
 def test_every_kind_of_8_bit_call_has_tiles(causal: bool, seqlen: int, group: int) -> None:
     sizes = {"num_heads_kv": 2, "num_heads_q": 2 * group}
     layouts = {name: SequenceLayout(seqlen) for name in ("queries", "keys")}
-    problem = _problem(64, band=Band(None, 0 if causal else None), **sizes, **layouts)
+    problem = _problem(64, dtype=FLOAT8, band=Band(None, 0 if causal else None), **sizes, **layouts)
     for head_dim in (16, 64, 96, 160, 192, 256):
         assert quantized.choose(problem.but(head_dim=head_dim, head_dim_v=head_dim), "sm_90").block_n <= 128
 

@@ -50,9 +50,9 @@ def _choose(problem: Problem, kernel: str = "forward", arch: str | None = None) 
     return forward.choose(problem, arch) if kernel == "forward" else backward.choose(problem, kernel, arch)
 
 
-def _entry(problem: Problem, kernel: str = "forward", new: Config = NEW) -> tuned.Entry:
+def _entry(problem: Problem, kernel: str = "forward", new: Config = NEW) -> tiles.Entry:
     key = tuned.key_of(problem, kernel, _choose(problem, kernel, tiles.arch_of(problem)))
-    return tuned.Entry(*key, new.name, 1.25, *tuned.versions())
+    return tiles.Entry(*key, new.name, 1.25, *tuned.versions())
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
@@ -224,8 +224,8 @@ def test_entries_of_other_versions_are_ignored_and_named(place: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert _choose(_problem()) == _choose(_problem(), arch="sm_90")
-        assert other.why_not() == f"measured with flashtile {other.flashtile}, Triton {other.triton}"
-    assert entry.why_not() == ""
+        assert tuned.why_not(other) == f"measured with flashtile {other.flashtile}, Triton {other.triton}"
+    assert tuned.why_not(entry) == ""
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch) -> None:

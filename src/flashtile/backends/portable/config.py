@@ -1,20 +1,22 @@
-"""Tile sizes, chosen for each kernel by architecture, dtype, head dimensions and mask kind alone.
+"""Tiles, and the row of ``tiles.json`` that a call takes: by architecture, kernel, dtype, columns and mask.
 
 The batch size and the length of packed sequences play no part, so that a sequence's result is bitwise the same whatever
-else is in the batch. The length of dense sequences matters: short ones may have their own tiles. The tables are in
-``forward.config`` and ``backward.config``.
+else is in the batch. The length of dense sequences matters: short ones may have their own tiles.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from flashtile.backends.gpu.trial import tried
 from flashtile.call.problem import Problem
 
 # Shared memory a program may take, in bytes, by architecture.
@@ -37,7 +39,7 @@ class Config:
         mask_all: Without that branch: one loop that masks every block. Some branches make ptxas serialise WGMMA, with a
             wait after each; a comparison and a select per score may cost less. Bitwise the same result.
         maxnreg: Register limit per thread, for more programs on a multiprocessor; None for the compiler's choice.
-        source: The file that the tiles are from, empty for a table's.
+        source: The user's file that the tiles are from; empty for ``tiles.json``.
     """
 
     block_m: int
@@ -102,6 +104,36 @@ class Config:
         )
 
 
+Key = tuple[str, ...]
+# What rows of tiles.json need not say.
+_NOT_MEASURED_HERE = {"table": "", "gain": 1.0, "flashtile": "", "triton": ""}
+
+
+class Entry(NamedTuple):
+    """A row of a file: for which calls, ``Config.name`` of their tiles, how many times as fast, who measured.
+
+    In a user's file ``gpu`` and ``dtype`` are full names, ``head_dims`` those of keys and values, ``mask`` is full,
+    causal or window, and ``table`` the name of the tables' tiles without descriptors. In ``tiles.json`` they are an
+    architecture, a dtype or 16 bits, the most columns, and what ``mask_of`` says.
+    """
+
+    gpu: str
+    kernel: str
+    dtype: str
+    head_dims: str
+    mask: str
+    table: str
+    tiles: str
+    gain: float
+    flashtile: str
+    triton: str
+
+    @property
+    def key(self) -> Key:
+        """For which calls."""
+        return self[:6]
+
+
 def for_repair(config: Config) -> Config:
     """Tiles of a kernel that ``repair`` launches: nearly all of its programs end at once, so many run side by side."""
     return dataclasses.replace(config, num_stages=1, tma=False, one_loop=True, maxnreg=None, source="")
@@ -146,7 +178,7 @@ def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 def arch_of(problem: Problem) -> str:
-    """The row of the table for a problem's device."""
+    """The architecture of a problem's device, as rows say it."""
     if problem.device_type == "cpu":
         return "interpreter"
     if problem.compute_capability is None:
@@ -155,52 +187,6 @@ def arch_of(problem: Problem) -> str:
     if major >= 12 or (major == 8 and minor > 0):
         return "sm_86"
     return {8: "sm_80", 9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
-
-
-# By kind of call, as ``kind_of`` names it, and by kernel: tiles for some widths; what lies between takes the next.
-Tables = Mapping[str, Mapping[str, Mapping[int, Config]]]
-
-
-def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> Config:
-    """The tiles of a kernel, of a call with lists such that they divide listed blocks.
-
-    Args:
-        problem: The call.
-        kernel: Which kernel.
-        tables: The direction's.
-        arch: Architecture to use instead of the problem's device.
-    """
-    found = _select(problem, kernel, tables, arch)
-    if not problem.listed:
-        return found
-    # The largest powers of two that divide them.
-    tiles, blocks = (found.block_m, found.block_n), problem.listed[:2]
-    block_m, block_n = (min(n, of & -of) for n, of in zip(tiles, blocks, strict=True))
-    return dataclasses.replace(found, block_m=block_m, block_n=block_n)
-
-
-def _select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> Config:
-    if (held := tried(kernel)) is not None:
-        return held
-    arch = arch or arch_of(problem)
-    if arch == "interpreter":
-        return Config(16, 16, 4, 1)
-    if problem.dtype == torch.float32:
-        return _float32(problem, kernel, arch)
-    rows, columns = tables[kind_of(problem, arch)][kernel], dim_of(problem)
-    found = row_of(rows, columns)
-    assert found is not None
-    if columns & (columns - 1) and columns not in rows:
-        # A tile of several parts loads as many boxes, which pays where it was measured to.
-        found = dataclasses.replace(found, tma=False)
-    if arch in ("sm_90", "sm_100") and not has_descriptors(problem):
-        found = row_of(_BY_POINTERS.get(kernel, {}), columns) or found
-    return readable(problem, found)
-
-
-def row_of(rows: Mapping[int, Config], columns: int) -> Config | None:
-    """The tiles of a table for the fewest columns that are enough, if there are any."""
-    return next((rows[each] for each in sorted(rows) if each >= columns), None)
 
 
 def readable(problem: Problem, config: Config) -> Config:
@@ -213,83 +199,120 @@ def has_descriptors(problem: Problem) -> bool:
     return problem.aligned and problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0
 
 
-def dim_of(problem: Problem) -> int:
-    """The columns that a table must have tiles for; 192 of keys and 128 of values, as in latent attention, are 160."""
+def columns_of(problem: Problem) -> int:
+    """The columns that a row must be enough for; 192 of keys and 128 of values, as in latent attention, are 160."""
     dims = tile_dims(problem)
     return 160 if dims == (192, 128) else max(dims)
 
 
-def kind_of(problem: Problem, arch: str) -> str:
-    """Which rows of the tables a call has: ``"sm_80"``, ``"sm_90 dense"``, ``"sm_90 featured"`` and so on."""
-    featured = is_featured(problem)
-    if arch in ("sm_90", "sm_100"):
-        # Of packed sequences not by the longest, which is of the batch.
-        tile = "" if problem.varlen or problem.seqlen_k > 64 else " tile"
-        if problem.score_function is not None or problem.mask_function is not None or problem.listed:
-            from flashtile.mods.places import reads_pairs  # what few programs need is not loaded by all
+def mask_of(problem: Problem) -> str:
+    """What rows call a call's mask: it takes rows of all these words before rows of the first ones alone."""
+    p = problem
+    one_tile = not p.varlen and p.seqlen_k <= 64  # a packed call's length is the longest of the batch
+    if has_functions(p):
+        from flashtile.mods.places import reads_pairs  # what few programs need is not loaded by all
 
-            score = problem.score_function
-            return f"sm_90 {'pairs' if score is not None and reads_pairs(score.graph) else 'functions'}"
-        if featured:
-            # Rows of a bias or mask without gaps begin on 16 bytes then.
-            return f"sm_90 featured{tile or ' aligned' * (not problem.varlen and problem.seqlen_k % 8 == 0)}"
-        if problem.band.unbounded:
-            return f"sm_90 dense{' packed' if problem.varlen else tile}"
-        if problem.varlen:
-            return "sm_90 banded packed"
-        if problem.seqlen_q <= 512:
-            return "sm_90 short"
-        if problem.band.left is not None:
-            return "sm_90 window"
-        return "sm_90 grouped" if problem.group_size > 1 else "sm_90 banded"
-    small = max(problem.head_dim, problem.head_dim_v) <= 128
-    return f"{arch} featured" if featured and small and arch in ("sm_80", "sm_86") else arch
+        score = p.score_function
+        return f"featured functions{' pairs' * (score is not None and reads_pairs(score.graph))}"
+    if is_featured(p):
+        # Without gaps, rows of a bias or mask of aligned lengths begin on 16 bytes.
+        aligned = not p.varlen and p.seqlen_k % 8 == 0
+        return "featured tile" if one_tile else f"featured{' aligned' * aligned}"
+    if p.band.unbounded:
+        return "full packed" if p.varlen else f"full{' tile' * one_tile}"
+    if p.varlen:
+        return "banded packed"
+    if p.seqlen_q <= 512:
+        return "banded short"
+    if p.band.left is not None:
+        return "banded window"
+    return "banded grouped" if p.group_size > 1 else "banded"
+
+
+def has_functions(problem: Problem) -> bool:
+    """Whether a function of the user's, or a list of blocks, says something about single pairs."""
+    return problem.score_function is not None or problem.mask_function is not None or problem.listed != ()
 
 
 def is_featured(problem: Problem) -> bool:
     """Whether score mods, masks or dropout need registers of their own."""
-    functions = problem.score_function is not None or problem.mask_function is not None or problem.listed != ()
-    transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None or functions
+    transformed = problem.softcap > 0 or problem.alibi or problem.bias_dtype is not None or has_functions(problem)
     return transformed or problem.mask or problem.dropout_p > 0
 
 
-# Where descriptors cannot read a call's tensors: each number's address takes registers. By compiler reports (Triton
-# 3.6.0, 3.7.1, 3.9.0): 72 bytes spilled at most up to 128 columns, where the tables' tiles spill up to 2.5 KB.
-_BY_POINTERS = {
-    "forward": {
-        64: Config(64, 64, 4, 3),
-        96: Config(64, 64, 4, 2),
-        128: Config(128, 32, 8, 2),
-        256: Config(64, 32, 8, 2),
-    },
-    "dkdv": {
-        64: Config(64, 64, 4, 2, one_loop=True),
-        96: Config(32, 64, 8, 2, one_loop=True),
-        128: Config(64, 64, 8, 2, one_loop=True),
-    },
-    "dq": {64: Config(64, 64, 4, 3), 96: Config(64, 32, 4, 2), 128: Config(128, 32, 8, 2)},
-}
-
-# Past 256. Without the limit ptxas gives up on so many numbers: 32 registers a thread, and 9 KB spilled.
-_FLOAT32_BIG = Config(16, 16, 4, 1, maxnreg=255)
-_FLOAT32_BIG_DKDV = dataclasses.replace(_FLOAT32_BIG, num_warps=8)
-# float32 on sm_90, with six products of bfloat16, a third to a tenth of IEEE's time: docs/tuning-notes.md. dbias is by
-# compiler reports: no spill at 64, 240 bytes at 128.
-_FLOAT32_SM_90 = {
-    "forward": {128: Config(64, 64, 4, 1), 256: Config(64, 16, 4, 1), 512: _FLOAT32_BIG},
-    "dkdv": {64: Config(64, 64, 4, 1), 128: Config(32, 32, 4, 2), 256: Config(16, 64, 4, 1), 512: _FLOAT32_BIG_DKDV},
-    "dq": {64: Config(64, 64, 4, 1), 128: Config(128, 32, 8, 1), 256: Config(64, 16, 4, 1), 512: _FLOAT32_BIG},
-    "dbias": {64: Config(64, 32, 4, 1), 256: Config(64, 16, 4, 1), 512: _FLOAT32_BIG},
-}
-_FLOAT32_SM_90["diagonals"] = _FLOAT32_SM_90["dbias"]
+def from_rows(problem: Problem, kernel: str, arch: str | None = None) -> Config | None:
+    """The tables' tiles of a kernel; None where they have no row, as of dkdv for calls that run dk and dv instead."""
+    arch = arch or arch_of(problem)
+    if arch == "interpreter":
+        return Config(16, 16, 4, 1)
+    row, columns = row_of(problem, kernel, arch), columns_of(problem)
+    if row is None and problem.dtype == torch.float32:
+        # By compiler reports: what these tiles take of registers and of shared memory every GPU has.
+        size = 32 if columns <= 128 else 16
+        return Config(size, size, 4, 2 if columns <= 64 and arch != "gfx942" else 1)
+    if row is None:
+        return None
+    # A tile of several parts loads as many boxes, which pays where it was measured to.
+    has_boxes = columns & (columns - 1) > 0 and int(row.head_dims) != columns
+    found = readable(problem, _config(row.tiles))
+    return dataclasses.replace(found, tma=False) if has_boxes else found
 
 
-def _float32(problem: Problem, kernel: str, arch: str) -> Config:
-    dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    if arch == "sm_90" and kernel in _FLOAT32_SM_90:
-        found = row_of(_FLOAT32_SM_90[kernel], dim)
-        assert found is not None
-        return found
-    # By compiler reports: what these tiles take of registers and of shared memory every GPU has.
-    size = 32 if dim <= 128 else 16
-    return Config(size, size, 4, 2 if dim <= 64 and arch != "gfx942" else 1)
+def row_of(problem: Problem, kernel: str, arch: str) -> Entry | None:
+    """The row of ``tiles.json`` that a call takes, if there is one."""
+    columns, dtype = columns_of(problem), str(problem.dtype)[6:]
+    if arch == "sm_100" and dtype != "float32":
+        arch = "sm_90"
+    if dtype in ("float16", "bfloat16"):
+        dtype = "16 bits"
+    found = None
+    if arch == "sm_90" and not has_descriptors(problem):
+        found = narrowest(columns, "sm_90 pointers", kernel, dtype, "")
+    return found or narrowest(columns, arch, kernel, dtype, mask_of(problem))
+
+
+def narrowest(columns: int, gpu: str, kernel: str, dtype: str, mask: str) -> Entry | None:
+    """The row for the fewest columns that are enough, among the rows of a mask and of the masks that begin it."""
+    rows = _rows(gpu, kernel, dtype, mask)
+    return next((rows[each] for each in rows if each >= columns), None)
+
+
+@functools.cache
+def _rows(gpu: str, kernel: str, dtype: str, mask: str) -> dict[int, Entry]:
+    """By columns, the fewest first. A row of ``banded window`` hides one of ``banded``, and this one of any mask."""
+    words = mask.split()
+    masks = (" ".join(words[:count]) for count in range(len(words) + 1))
+    found = {n: row for each in masks for n, row in shipped().get((gpu, kernel, dtype, each), {}).items()}
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def shipped() -> dict[Key, dict[int, Entry]]:
+    """The rows of ``tiles.json``, read once: by GPU, kernel, dtype and mask, then by columns."""
+    found: dict[Key, dict[int, Entry]] = {}
+    for row in parsed(Path(__file__).with_name("tiles.json").read_bytes(), _NOT_MEASURED_HERE):
+        found.setdefault((row.gpu, row.kernel, row.dtype, row.mask), {})[int(row.head_dims)] = row
+    return found
+
+
+_config = functools.cache(Config.parse)
+
+
+def parsed(text: bytes, unsaid: Mapping[str, Any] | None = None) -> list[Entry]:
+    """The entries of a file's text, whatever their values.
+
+    Args:
+        text: What the file has.
+        unsaid: Fields that its rows leave out.
+
+    Raises:
+        ValueError: It is no JSON, or a row, which is named, is none. Other errors: it is JSON of something else.
+    """
+    rows = []
+    for number, row in enumerate(json.loads(text)["tiles"], 1):
+        try:
+            rows.append(Entry(**(unsaid or {}), **row))
+            hash(rows[-1])  # lists have none
+        except TypeError as error:
+            raise ValueError(f"row {number}: {error}") from None
+    return rows

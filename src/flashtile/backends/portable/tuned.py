@@ -16,11 +16,11 @@ import warnings
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from flashtile.backends.gpu.trial import on_trial, tried
 from flashtile.backends.portable import config
-from flashtile.backends.portable.config import Config, Tables
+from flashtile.backends.portable.config import Config, Entry, Key
 from flashtile.call.problem import Problem
 from flashtile.core import settings, trusted
 from flashtile.core.errors import InvalidInputError, shown
@@ -28,43 +28,20 @@ from flashtile.core.errors import InvalidInputError, shown
 KERNELS = ("forward", "dkdv", "dk", "dv", "dq")
 # The backward pads the rows of delta for tiles of no more.
 MAX_TILE = 128
-Key = tuple[str, ...]
 T = TypeVar("T")
 
 
-class Entry(NamedTuple):
-    """A row of the file: for which calls, ``Config.name`` of their tiles, how many times as fast, and who measured.
-
-    ``mask`` is full, causal or window; ``table`` is the name of the tables' tiles without descriptors.
-    """
-
-    gpu: str
-    kernel: str
-    dtype: str
-    head_dims: str
-    mask: str
-    table: str
-    tiles: str
-    gain: float
-    flashtile: str
-    triton: str
-
-    @property
-    def key(self) -> Key:
-        """For which calls."""
-        return self[:6]
-
-    def why_not(self) -> str:
-        """Why calls do not take it here, empty if they do."""
-        if self.kernel not in KERNELS:
-            return f"kernel is {shown(self.kernel)}, must be one of {', '.join(KERNELS)}"
-        try:
-            tiles = Config.parse(self.tiles)
-        except (ValueError, TypeError) as error:
-            return f"tiles: {error}"
-        if max(tiles.block_m, tiles.block_n) > MAX_TILE:
-            return f"tiles: {self.tiles} has more than {MAX_TILE} rows or keys"
-        return "" if self[8:] == versions() else f"measured with flashtile {self.flashtile}, Triton {self.triton}"
+def why_not(entry: Entry) -> str:
+    """Why calls do not take an entry of a user's file here, empty if they do."""
+    if entry.kernel not in KERNELS:
+        return f"kernel is {shown(entry.kernel)}, must be one of {', '.join(KERNELS)}"
+    try:
+        tiles = Config.parse(entry.tiles)
+    except (ValueError, TypeError) as error:
+        return f"tiles: {error}"
+    if max(tiles.block_m, tiles.block_n) > MAX_TILE:
+        return f"tiles: {entry.tiles} has more than {MAX_TILE} rows or keys"
+    return "" if entry[8:] == versions() else f"measured with flashtile {entry.flashtile}, Triton {entry.triton}"
 
 
 def key_of(problem: Problem, kernel: str, table: Config) -> Key:
@@ -85,10 +62,23 @@ def _without_descriptors(table: Config) -> str:
     return dataclasses.replace(table, tma=False).name
 
 
-def select(problem: Problem, kernel: str, tables: Tables, arch: str | None) -> Config:
-    """``config.select``, but for calls that have tuned tiles; for an architecture that is named there are none."""
-    table = config.select(problem, kernel, tables, arch)
-    if arch is not None or not known() or tried(kernel) is not None:
+def choose(problem: Problem, kernel: str, arch: str | None = None) -> Config:
+    """The tiles of a kernel: what is on trial, else what was measured here, else the tables'.
+
+    Args:
+        problem: The call.
+        kernel: Which kernel.
+        arch: Architecture to use instead of the problem's device; nothing is measured for one that is named.
+    """
+    held = tried(kernel)
+    table = config.from_rows(problem, kernel, arch) if held is None else held
+    assert table is not None, f"tiles.json has no row of {kernel} for {problem}"
+    if problem.listed:
+        # The largest powers of two that divide listed blocks.
+        tiles, blocks = (table.block_m, table.block_n), problem.listed[:2]
+        block_m, block_n = (min(n, of & -of) for n, of in zip(tiles, blocks, strict=True))
+        table = dataclasses.replace(table, block_m=block_m, block_n=block_n)
+    if arch is not None or not known() or held is not None:
         return table
     found = known().get(key_of(problem, kernel, table))
     return table if found is None else config.readable(problem, found)
@@ -115,10 +105,10 @@ def known() -> dict[Key, Config]:
     except InvalidInputError as error:
         _warn(f"tuned tiles are not used: {error}")
         return {}
-    for entry in entries:
-        if entry.why_not() and not entry.why_not().startswith("measured"):
-            _warn(f"{place}: an entry is not used: {entry.why_not()}")
-    return {entry.key: Config.parse(entry.tiles, str(place)) for entry in entries if not entry.why_not()}
+    for number, entry in enumerate(entries, 1):
+        if why_not(entry) and not why_not(entry).startswith("measured"):
+            _warn(f"{place}: row {number} is not used: {why_not(entry)}")
+    return {entry.key: Config.parse(entry.tiles, str(place)) for entry in entries if not why_not(entry)}
 
 
 def path() -> Path | None:
@@ -142,11 +132,10 @@ def read(place: Path) -> list[Entry]:
     Raises:
         InvalidInputError: Naming the file, which somebody else may write or ``flashtile tune`` did not.
     """
-    why, rows = "", []
+    why, rows = "", list[Entry]()
     try:
         with trusted.opened(place) as file:
-            rows = [Entry(**row) for row in json.load(file)["tiles"]]
-            set(rows)  # lists have no hash
+            rows = config.parsed(file.read())
     except FileNotFoundError:
         pass
     except OSError as error:
