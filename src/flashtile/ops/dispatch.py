@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from flashtile.call.arguments import BACKENDS, Grads, checked
-from flashtile.call.backend import FEATURES, Backend, Build, Capabilities, Direction, Feature, directions_of
+from flashtile.call.backend import DIRECTIONS, FEATURES, Backend, Build, Capabilities, Direction, Feature, directions_of
 from flashtile.call.problem import TINY, Problem
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError
@@ -205,6 +205,7 @@ def support_table() -> str:
     )
     rows += [[feature.label, *(_support(b, feature) for b in chosen)] for feature in FEATURES if feature not in regular]
     rows.append(["quantized calls (Quantized)", *("yes" if b.capabilities("quantized") else "no" for b in chosen)])
+    rows.append(["what of these it lacks", *(_limits(b) for b in chosen)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -221,6 +222,18 @@ def _support(b: Backend, feature: Feature) -> str:
         if has.get(each) is not None and able[each] != able["forward"]:
             texts.append(f"in {calls} yes" if able[each] else f"not in {calls}")
     return ", ".join(texts)
+
+
+def _limits(b: Backend) -> str:
+    """The limits of each direction; first what all regular calls lack."""
+    declared = {each: able.limits for each in DIRECTIONS if (able := b.capabilities(each)) is not None}
+    of_forward = declared.get("forward", ())
+    texts = ["; ".join(limit.label for limit in of_forward)] if of_forward else []
+    for each, limits in declared.items():
+        own = "; ".join(limit.label for limit in limits if limit not in of_forward)
+        if own and each != "forward":
+            texts.append(f"in {_CALLS.get(each, f'the {each}')}: {own}")
+    return ". ".join(text[0].upper() + text[1:] for text in texts) or "nothing"
 
 
 def _cell(b: Backend, text: Callable[[Capabilities], str]) -> str:
