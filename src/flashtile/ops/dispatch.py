@@ -225,14 +225,15 @@ def _support(b: Backend, feature: Feature) -> str:
 
 
 def _limits(b: Backend) -> str:
-    """The limits of each direction; first what all regular calls lack."""
-    declared = {each: able.limits for each in DIRECTIONS if (able := b.capabilities(each)) is not None}
-    of_forward = declared.get("forward", ())
-    texts = ["; ".join(limit.label for limit in of_forward)] if of_forward else []
-    for each, limits in declared.items():
-        own = "; ".join(limit.label for limit in limits if limit not in of_forward)
-        if own and each != "forward":
-            texts.append(f"in {_CALLS.get(each, f'the {each}')}: {own}")
+    """The limits of each direction; those of the forward are the backward's too."""
+    seen, texts = set[str](), []
+    for each in DIRECTIONS:
+        able = b.capabilities(each)
+        own = [limit.label for limit in able.limits if limit.label not in seen] if able else []
+        seen |= set(own)
+        if own:
+            where = {"forward": "regular calls", "backward": "the backward"} | _CALLS
+            texts.append(f"in {where[each]}: {'; '.join(own)}")
     return ". ".join(text[0].upper() + text[1:] for text in texts) or "nothing"
 
 

@@ -19,25 +19,13 @@ if TYPE_CHECKING:
     from flashtile.backends.gpu.launch import Launch
 
 
-def _takes_all(problem: Problem) -> bool:
-    return True
-
-
-def _no_reasons(problem: Problem) -> list[str]:
-    return []
-
-
-def _reads_all(problem: Problem, tensors: Any) -> bool:
-    return True
-
-
 @functools.cache
 def module(name: str) -> Any:
     """A module below ``flashtile.backends``. Kept, since an import statement takes longer where a module is loaded."""
     return importlib.import_module(f"flashtile.backends.{name}")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """A row of a table: kernels that compute calls of a direction together.
 
@@ -48,8 +36,8 @@ class Kernel:
         name: Its name; of a row with ``reasons`` what its calls are.
         direction: The direction.
         package: Where its modules ``config`` and ``launch`` are, below ``flashtile.backends``. They are loaded late.
-        plan: The name in ``launch`` of the class of its plans.
         text: What ``explain`` says of it, with {} for its tiles.
+        plan: The name in ``launch`` of the class of its plans.
         takes: Whether it is meant for a call.
         reasons: What keeps a call that it is meant for from it.
         reads: Whether its loads can address a call's tensors.
@@ -58,11 +46,11 @@ class Kernel:
     name: str
     direction: Direction
     package: str
-    plan: str = ""
     text: str = "{}"
-    takes: Callable[[Problem], bool] = _takes_all
-    reasons: Callable[[Problem], list[str]] = _no_reasons
-    reads: Callable[[Problem, Any], bool] = _reads_all
+    plan: str = ""
+    takes: Callable[[Problem], bool] = lambda problem: True
+    reasons: Callable[[Problem], list[str]] = lambda problem: []
+    reads: Callable[[Problem, Any], bool] = lambda problem, tensors: True
 
     def choose(self, problem: Problem) -> Any:
         """The tiles of a call whose tensors have the usual layouts."""
@@ -162,18 +150,26 @@ def _is_odd_float8_cache(p: Problem) -> bool:
 
 
 ODD_FLOAT8_CACHE = Limit("float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_float8_cache)
-SPLIT_FORWARD = SplitForward(name="split_forward", direction="forward", package="gpu.decode", takes=is_split)
+SPLIT_FORWARD = SplitForward("split_forward", "forward", "gpu.decode", takes=is_split)
 
 
+@dataclass(kw_only=True, eq=False)
 class GpuBackend:
-    """A backend from its table; see ``call.backend.Backend`` for the methods."""
+    """A backend from its table; see ``call.backend.Backend`` for the methods.
 
-    def __init__(
-        self, name: str, summary: str, able: Mapping[Direction, Capabilities], kernels: tuple[Kernel, ...], *,
-        gluon: bool = False,
-    ) -> None:  # fmt: skip
-        """``able`` says what the ``kernels`` of a direction compute, ``gluon`` whether they need Triton's Gluon."""
-        self.name, self.summary, self.kernels, self.able, self._gluon = name, summary, kernels, able, gluon
+    Attributes:
+        name: The backend's name.
+        summary: Where it runs.
+        able: What the kernels of a direction compute.
+        kernels: The table.
+        gluon: Whether they need Triton's Gluon.
+    """
+
+    name: str
+    summary: str
+    able: Mapping[Direction, Capabilities]
+    kernels: tuple[Kernel, ...]
+    gluon: bool = False
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
         """What the kernels of a direction compute."""
@@ -181,7 +177,7 @@ class GpuBackend:
 
     def missing(self) -> str | None:
         """Triton, where it is not installed."""
-        return build.missing(gluon=self._gluon)
+        return build.missing(gluon=self.gluon)
 
     def _rows(self, direction: Direction, problem: Problem) -> Iterator[Kernel]:
         return (each for each in self.kernels if each.direction == direction and each.takes(problem))

@@ -38,6 +38,20 @@ def _present(reasons: dict[str, bool]) -> list[str]:
     return [reason for reason, is_present in reasons.items() if is_present]
 
 
+def _against_decode(problem: Problem, sizes: tuple[int, ...], unit: int) -> dict[str, bool]:
+    """What keeps cached calls from either decode kernel: pages are of these ``sizes`` or of whole ``unit``s."""
+    p, size = problem, problem.keys.page_size
+    return {
+        f"pages of {size}": size not in sizes and size % unit > 0,
+        "window": p.band.left is not None,
+        "softcap": p.softcap > 0,
+        "ALiBi": p.alibi,
+        "tree_mask": p.tree,
+        "softmax_scale": p.softmax_scale <= 0,
+        "strides": not p.aligned,
+    }
+
+
 # -- forward and backward --------------------------------------------------------------------------------------------
 
 
@@ -69,18 +83,12 @@ def _is_latent(problem: Problem) -> bool:
 
 
 def _against_latent(problem: Problem) -> list[str]:
-    p, size = problem, problem.keys.page_size
+    p = problem
     return _present({
         f"columns {p.head_dim} and {p.head_dim_v}, not 64 and 512": (p.head_dim, p.head_dim_v) != (64, 512),
         "caches in 8 bits but of rows of 656 bytes": p.precision.kv.itemsize == 1,
         "dtype": p.dtype not in (torch.float16, torch.bfloat16),
-        f"pages of {size}": size not in (8, 16, 32) and size % 64 > 0,
-        "window": p.band.left is not None,
-        "softcap": p.softcap > 0,
-        "ALiBi": p.alibi,
-        "tree_mask": p.tree,
-        "softmax_scale": p.softmax_scale <= 0,
-        "strides": not p.aligned,
+        **_against_decode(p, (8, 16, 32), 64),
     })  # fmt: skip
 
 
@@ -131,18 +139,10 @@ def _is_wide(problem: Problem) -> bool:
 
 
 def _against_wide(problem: Problem) -> list[str]:
-    p, size = problem, problem.keys.page_size
+    p = problem
     dims = {64, 128} if 0 < hopper_rows(p) <= 64 else {64, 128, 256}
-    return _present({
-        f"head_dim {p.head_dim} and {p.head_dim_v}": p.head_dim != p.head_dim_v or p.head_dim not in dims,
-        f"pages of {size}": size not in (16, 32, 64) and size % 128 > 0,
-        "window": p.band.left is not None,
-        "softcap": p.softcap > 0,
-        "ALiBi": p.alibi,
-        "tree_mask": p.tree,
-        "softmax_scale": p.softmax_scale <= 0,
-        "strides": not p.aligned,
-    })  # fmt: skip
+    is_other = p.head_dim != p.head_dim_v or p.head_dim not in dims
+    return _present({f"head_dim {p.head_dim} and {p.head_dim_v}": is_other, **_against_decode(p, (16, 32, 64), 128)})
 
 
 def _reads_entries(problem: Problem, tensors: Any) -> bool:
@@ -169,42 +169,25 @@ def _reads_prompts(problem: Problem, tensors: Any) -> bool:
 
 # -- the table -------------------------------------------------------------------------------------------------------
 
-_TILES = "TMA and WGMMA, warp-specialised and persistent, {}"
-_MERGED = "{}; splits merged in the same launch"
+_TILES, _MERGED = "TMA and WGMMA, warp-specialised and persistent, {}", "splits merged in the same launch"
+_LATENT = "TMA and WGMMA, warp-specialised, rows of keys and values read once, {}"
+_WIDE = f"TMA and WGMMA, warp-specialised, {{}}; {_MERGED}"
 KERNELS = (
     SPLIT_FORWARD,
-    _Forward(
-        name="big_heads", direction="forward", package="hopper.big_heads", plan="BigHeadsPlan", text=_TILES,
-        takes=_is_big,
-    ),
-    _Forward(name="forward", direction="forward", package="hopper.forward", plan="ForwardPlan", text=_TILES),
-    _Backward(
-        name="big_backward", direction="backward", package="hopper.big_backward", plan="BigBackwardPlan", text=_TILES,
-        takes=_is_big,
-    ),
-    _Backward(name="backward", direction="backward", package="hopper.backward", plan="BackwardPlan", text=_TILES),
+    _Forward("big_heads", "forward", "hopper.big_heads", _TILES, "BigHeadsPlan", _is_big),
+    _Forward("forward", "forward", "hopper.forward", _TILES, "ForwardPlan"),
+    _Backward("big_backward", "backward", "hopper.big_backward", _TILES, "BigBackwardPlan", _is_big),
+    _Backward("backward", "backward", "hopper.backward", _TILES, "BackwardPlan"),
     CachedKernel(
-        name="latent rows", direction="decode", package="hopper.latent",
-        text="TMA and WGMMA, warp-specialised, rows of keys and values read once, {}",
-        takes=_is_latent, reasons=_against_latent, reads=_reads_entries,
+        "latent rows", "decode", "hopper.latent", _LATENT, "", _is_latent, _against_latent, _reads_entries
     ),
     _Prompts(
-        name="prompts", direction="decode", package="hopper.forward",
-        text="the forward's kernel, TMA and WGMMA, {}",
-        takes=_is_prompt, reasons=_against_forward, reads=_reads_prompts,
+        "prompts", "decode", "hopper.forward", "the forward's kernel, TMA and WGMMA, {}", "", _is_prompt,
+        _against_forward, _reads_prompts,
     ),
-    CachedKernel(
-        name="wide groups", direction="decode", package="hopper.decode",
-        text=_MERGED.format("TMA and WGMMA, warp-specialised, {}"),
-        takes=_is_wide, reasons=_against_wide, reads=_reads_entries,
-    ),
-    CachedKernel(
-        name="decode", direction="decode", package="gpu.decode",
-        text=_MERGED.format("Triton with Hopper's tiles, {}"),
-    ),
-    QuantizedKernel(
-        name="quantized", direction="quantized", package="hopper.quantized", plan="QuantizedPlan", text=_TILES
-    ),
+    CachedKernel("wide groups", "decode", "hopper.decode", _WIDE, "", _is_wide, _against_wide, _reads_entries),
+    CachedKernel("decode", "decode", "gpu.decode", f"Triton with Hopper's tiles, {{}}; {_MERGED}"),
+    QuantizedKernel("quantized", "quantized", "hopper.quantized", _TILES, "QuantizedPlan"),
 )  # fmt: skip
 
 # What every direction has.
@@ -239,7 +222,7 @@ _FORWARD = Capabilities(
     features=_BOTH | {"bias_grad", "operand_grad"},
     limits=_LISTS,
 )
-CAPABILITIES: dict[Direction, Capabilities] = {
+ABLE: dict[Direction, Capabilities] = {
     "forward": _FORWARD,
     "backward": dataclasses.replace(
         _FORWARD, chain_rows=128, chain_head_dim=256, features=_BOTH, limits=_LISTS + _OF_BACKWARD
@@ -255,4 +238,6 @@ CAPABILITIES: dict[Direction, Capabilities] = {
     ),
 }  # fmt: skip
 
-BACKEND = GpuBackend("hopper", "NVIDIA Hopper (compute capability 9.0)", CAPABILITIES, KERNELS, gluon=True)
+BACKEND = GpuBackend(
+    name="hopper", summary="NVIDIA Hopper (compute capability 9.0)", able=ABLE, kernels=KERNELS, gluon=True
+)

@@ -51,14 +51,10 @@ class _Backward(Kernel):
 _TILES = "Triton, tiles {}"
 KERNELS = (
     SPLIT_FORWARD,
-    Kernel(name="forward", direction="forward", package="portable.forward", plan="ForwardPlan", text=_TILES),
-    _Backward(name="backward", direction="backward", package="portable.backward", plan="BackwardPlan", text=_TILES),
-    CachedKernel(
-        name="decode", direction="decode", package="gpu.decode", text=f"{_TILES}; splits merged in the same launch"
-    ),
-    QuantizedKernel(
-        name="quantized", direction="quantized", package="portable.quantized", plan="QuantizedPlan", text=_TILES
-    ),
+    Kernel("forward", "forward", "portable.forward", _TILES, "ForwardPlan"),
+    _Backward("backward", "backward", "portable.backward", _TILES, "BackwardPlan"),
+    CachedKernel("decode", "decode", "gpu.decode", f"{_TILES}; splits merged in the same launch"),
+    QuantizedKernel("quantized", "quantized", "portable.quantized", _TILES, "QuantizedPlan"),
 )
 
 # What every direction has.
@@ -81,7 +77,7 @@ _REGULAR = Capabilities(
         Limit("block lists of blocks that are no multiples of 16", lambda p: any(n % 16 for n in p.listed[:2])),
     ),
 )  # fmt: skip
-CAPABILITIES: dict[Direction, Capabilities] = {
+ABLE: dict[Direction, Capabilities] = {
     "forward": _REGULAR,
     "backward": _REGULAR,
     "decode": dataclasses.replace(_REGULAR, features=_COMMON | _OF_DECODE, limits=(BIG_FUNCTIONS, ODD_FLOAT8_CACHE)),
@@ -116,4 +112,6 @@ class _Portable(GpuBackend):
         return super().plan(direction, problem, like, given)
 
 
-BACKEND = _Portable("portable", "NVIDIA GPUs from sm_80, AMD gfx942 and gfx950 (Triton)", CAPABILITIES, KERNELS)
+BACKEND = _Portable(
+    name="portable", summary="NVIDIA GPUs from sm_80, AMD gfx942 and gfx950 (Triton)", able=ABLE, kernels=KERNELS,
+)  # fmt: skip
