@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flashtile.call.quantized import MOST_KEYS
+from flashtile.call.blocks import MOST_KEYS
 from flashtile.core.masks import Band
 
 Direction = Literal["forward", "backward", "quantized"]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.checks import Call, Outputs
-from flashtile.call.quantized import E4M3, LARGEST
+from flashtile.call.blocks import LARGEST
+from flashtile.call.quantized import E4M3
 
 # What probabilities and outputs are multiplied by before they are rounded. No normal value is larger than 7, so that
 # no output is larger than 448.

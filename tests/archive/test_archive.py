@@ -265,6 +265,24 @@ def test_a_changed_source_sends_its_kernels_back_to_the_compiler(built: Path, mo
     ]
 
 
+def test_no_source_of_a_kernel_is_the_hosts() -> None:
+    """An edit to planning, to archives or to a table of kernels leaves the kernels of an archive fresh."""
+    launches = [each.launch for of in ((8, 0), (9, 0)) for n in range(30) for each in started(draw(n), of)]
+    modules = {module for launch in launches for module in ahead._modules(lower(launch)[0])}
+    files = {file for module in modules for file in ahead.files_of(module)}
+    assert {"backends/portable/device/tile_io.py", "backends/portable/rounding/kernels.py"} < files
+
+    def is_device_code(file: str) -> bool:
+        lines = (archive.PACKAGE / file).read_text(encoding="utf-8").splitlines()
+        return any(line.startswith(("import triton", "from triton")) for line in lines)
+
+    others = {
+        file for file in files if not is_device_code(file) and Path(file).name not in ("__init__.py", "records.py")
+    }
+    assert others <= {"backends/gpu/decode/call.py", "call/blocks.py"}
+    assert not {"backends/gpu/__init__.py", "backends/hopper/__init__.py", "backends/portable/__init__.py"} & files
+
+
 def test_an_archive_for_another_architecture_is_not_used(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

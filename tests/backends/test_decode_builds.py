@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from flashtile.backends.gpu.decode.config import choose
 from flashtile.backends.gpu.decode.launch import append_launch, attention_launch
 from flashtile.backends.gpu.launch import Launch, lower, specialise
-from flashtile.backends.hopper.decode.config import tiles
+from flashtile.backends.hopper.decode import config as wide_config
 from flashtile.backends.hopper.decode.launch import wide_launch
 from flashtile.backends.hopper.forward.cached import cached_launch
 from flashtile.call.backend import Direction
@@ -107,7 +106,7 @@ def test_caches_of_any_capacity_share_a_build_of_the_forward() -> None:
 @pytest.mark.parametrize("call", [{"appends": True}, {"softcap": 30.0, "alibi": True, "sinks": True, "page_size": 16}])
 def test_no_record_loses_constants(call: dict[str, Any]) -> None:
     problem, tensors = described_call((9, 0), num_heads_q=568, **call)
-    wide = wide_launch(problem, tensors, tiles(problem), 132)
+    wide = wide_launch(problem, tensors, wide_config.choose(problem), 132)
     for launch in (*decode.launches(problem, tensors).values(), wide):
         what = specialise(launch)
         assert not forgotten(what.tree, what.constexprs), launch
@@ -130,9 +129,9 @@ def test_warm_up_builds_what_a_call_starts(backend: str, call: dict[str, Any]) -
     else:
         problem, tensors = described_call((9, 0), **call)
     with recorded((9, 0)) as started:
-        dispatch.backend(backend).plan(direction, problem, tensors)(tensors)
-        module = importlib.import_module(f"flashtile.backends.{backend}.launches")
-        ahead = module.launches(problem, tensors, direction)
+        table: Any = dispatch.backend(backend)
+        table.plan(direction, problem, tensors)(tensors)
+        ahead = table.launches(problem, tensors, direction)
     assert [each.kernel for each in started] == [each.kernel for each in ahead.values()]
     assert [lower(each)[0] for each in started] == [lower(each)[0] for each in ahead.values()]
     assert all(name == each.kernel.__name__ for name, each in ahead.items())

@@ -26,7 +26,6 @@ from flashtile.ops import dispatch, plans
 from flashtile.ops import operators as ops
 from flashtile.ops.plans import family_of
 from flashtile_lab.kernels import hopper as hopper_builds
-from flashtile_lab.kernels import portable as portable_builds
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge
 
@@ -145,7 +144,6 @@ def test_launches_of_a_family_with_the_same_constants_ask_for_one_build(backend:
             continue
         if 0 in (case.seqlen_q, case.seqlen_k) and backend == "hopper":
             continue
-        launches = hopper_builds.launches if backend == "hopper" else portable_builds.launches
         made = []
         for each in (case, _longer(case), _longer(case, 2), dataclasses.replace(_longer(case), head_dim=case.head_dim)):
             tensors, options = _call(each)
@@ -153,7 +151,7 @@ def test_launches_of_a_family_with_the_same_constants_ask_for_one_build(backend:
             shapes = without_data(tensors)
             if case.dropout:
                 shapes = dataclasses.replace(shapes, rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
-            made.append(launches(problem, shapes, direction))
+            made.append(dispatch.backend(backend).launches(problem, shapes, direction))
         for first, second in itertools.combinations(made, 2):
             for name in first.keys() & second.keys():
                 a, b = specialise(first[name]), specialise(second[name])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import flashtile
-from flashtile.call.backend import DIRECTIONS, FEATURES
+from flashtile.call.arguments import FLOAT8
+from flashtile.call.backend import DIRECTIONS, FEATURES, Direction
+from flashtile.call.problem import MaskMod, Precision, Problem, SequenceLayout, described
 from flashtile.ops import dispatch
 from tests.cases import CASES, Case, build, judge
 
@@ -22,8 +26,7 @@ def test_the_table_uses_every_feature() -> None:
     problems = [build(case, torch.float32).problem for case in CASES]
     used = {f.name for f in FEATURES if any(f.used(p) for p in problems)}
     regular = {f.name for f in FEATURES if "forward" in f.directions}
-    alone = {"unaligned", "origins", "score_mod", "mask_mod", "big_functions", "operand_grad", "block_lists"}
-    alone |= {"odd_block_lists", "fine_block_lists", "big_block_lists"}
+    alone = {"unaligned", "origins", "score_mod", "mask_mod", "operand_grad", "block_lists"}
     assert used == regular - alone, "caches: tests/kvcache; origins: test_origins.py; functions, lists: tests/mods"
 
 
@@ -39,3 +42,52 @@ def test_the_support_table_says_what_is_declared() -> None:
         for name, cell in zip(dispatch.NAMES, cells, strict=True):
             declared = [dispatch.backend(name).capabilities(each) for each in feature.directions]
             assert (cell == "no") == (not any(c is not None and feature.name in c.features for c in declared))
+    lacks = [cell.lower() for cell in rows["what of these it lacks"].strip("|").split(" | ")[1:]]
+    for name, cell in zip(dispatch.NAMES, lacks, strict=True):
+        declared = [dispatch.backend(name).capabilities(each) for each in DIRECTIONS]
+        assert all(limit.label.lower() in cell for c in declared if c is not None for limit in c.limits)
+
+
+def _problem(**values: Any) -> Problem:
+    usual = {
+        "device_type": "cuda",
+        "compute_capability": (9, 0),
+        "dtype": torch.float16,
+        "head_dim": 64,
+        "head_dim_v": 64,
+    }
+    return described(**usual | values)
+
+
+_CACHE = SequenceLayout(64, used=True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "direction", "values", "label"),
+    [
+        ("hopper", "forward", {"listed": (64, 128)}, "no multiples of 128"),
+        ("hopper", "forward", {"listed": (128, 128), "head_dim": 320}, "block lists at head_dim past 256"),
+        (
+            "hopper",
+            "backward",
+            {"mask_mod": MaskMod(row_keys=True, by_head=True), "num_heads_q": 4},
+            "by head, of grouped",
+        ),
+        ("hopper", "backward", {"dropout_p": 0.1, "head_dim_v": 264}, "dropout at head_dim past 256"),
+        ("hopper", "backward", {"deterministic": True, "listed": (128, 128)}, "deterministic=True with interval masks"),
+        ("hopper", "decode", {"keys": _CACHE, "kv": True, "head_dim": 63}, "float8 caches of odd widths"),
+        ("portable", "backward", {"listed": (16, 24)}, "no multiples of 16"),
+        ("portable", "decode", {"keys": _CACHE, "kv": True, "aligned": False}, "not aligned to 16 bytes"),
+    ],
+    ids=str,
+)
+def test_what_kernels_lack_of_their_features(
+    backend: str, direction: Direction, values: dict[str, Any], label: str
+) -> None:
+    if values.get("kv"):
+        half = torch.float16
+        values = {k: x for k, x in values.items() if k != "kv"} | {"precision": Precision(half, FLOAT8, half, half)}
+    able = dispatch.backend(backend).capabilities(direction)
+    assert able is not None
+    (why,) = able.reasons(_problem(num_heads_kv=1, **{"num_heads_q": 1} | values))
+    assert label in why

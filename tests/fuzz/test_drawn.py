@@ -45,8 +45,7 @@ def test_every_feature_is_drawn() -> None:
             problems.append(quantization.build(call.case).problem)
     used = Counter(feature.name for feature in FEATURES for problem in problems if feature.used(problem))
     # Only the pieces of ranks have origins, and they get them where they are launched; functions are in test_mods.
-    elsewhere = {"origins", "score_mod", "mask_mod", "big_functions", "block_lists", "odd_block_lists", "operand_grad"}
-    elsewhere |= {"rare_dropout", "fine_block_lists", "big_block_lists"}
+    elsewhere = {"origins", "score_mod", "mask_mod", "block_lists", "operand_grad"}
     assert all(used[feature.name] >= 5 for feature in FEATURES if feature.name not in elsewhere), used
     assert any(draw(number, _SIZES, "pieces").pieces.origins for number in range(40))  # type: ignore[union-attr]
 

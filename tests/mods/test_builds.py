@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flashtile import mods
-from flashtile.backends.gpu.decode.config import splits_keys
 from flashtile.backends.gpu.launch import Captured, compile_kernel, lower, specialise
-from flashtile.backends.portable.launches import launches
+from flashtile.backends.gpu.table import is_split
+from flashtile.backends.portable import BACKEND
 from flashtile.mods import record
 from flashtile.mods.graph import parse, places_of
 from flashtile.mods.places import reads_pairs, tabulated, way_of
@@ -92,7 +92,7 @@ def test_new_values_and_lengths_need_no_other_build() -> None:
             call = with_functions(case, score, mask, torch.float16)
             described = call.problem.but(device_type="cuda", compute_capability=(9, 0), softcap=0.0)
             for direction in ("forward", "backward"):
-                for name, launch in launches(described, call.tensors, direction).items():
+                for name, launch in BACKEND.launches(described, call.tensors, direction).items():
                     key, leaves = lower(launch)
                     keys.add((score, name, key))
                     if score == "capped" and name.endswith("forward"):
@@ -102,10 +102,10 @@ def test_new_values_and_lengths_need_no_other_build() -> None:
 
 def test_keys_are_not_split_where_functions_or_lists_look_at_them() -> None:
     case = Case("mods", seqlen_q=3, seqlen_k=2048, heads=2, kv_heads=2)
-    assert splits_keys(build(case, torch.float16).problem)
-    assert not splits_keys(with_functions(case, "distance", None, torch.float16).problem)
-    assert not splits_keys(with_functions(case, None, "documents", torch.float16).problem)
-    assert not splits_keys(with_functions(case, None, None, torch.float16, listed=(16, 128)).problem)
+    assert is_split(build(case, torch.float16).problem)
+    assert not is_split(with_functions(case, "distance", None, torch.float16).problem)
+    assert not is_split(with_functions(case, None, "documents", torch.float16).problem)
+    assert not is_split(with_functions(case, None, None, torch.float16, listed=(16, 128)).problem)
 
 
 @pytest.mark.one_in(3)
@@ -122,7 +122,7 @@ def test_kernels_compile(name: str, arch: str, listed: tuple[int, int] | None) -
     target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", int(arch[3:]), 32)
     described = call.problem.but(device_type="cuda", compute_capability=capability, softcap=0.0)
     for direction in ("forward", "backward"):
-        for launch in launches(described, call.tensors, direction).values():
+        for launch in BACKEND.launches(described, call.tensors, direction).values():
             made = compile_kernel(launch.kernel, specialise(launch), launch.options, target)
             assert made.metadata.shared <= 100_000
 
@@ -133,6 +133,6 @@ def test_what_pairs_read_is_loaded_key_by_key() -> None:
 
     call = with_functions(Case("mods", seqlen_q=256, seqlen_k=256, head_dim=64), "graphormer", None, torch.bfloat16)
     described = call.problem.but(device_type="cuda", compute_capability=(9, 0))
-    launch = launches(described, call.tensors, "forward")["attention_forward"]
+    launch = BACKEND.launches(described, call.tensors, "forward")["attention_forward"]
     made = compile_kernel(launch.kernel, specialise(launch), launch.options, GPUTarget("cuda", 90, 32))
     assert "threadsPerWarp = [32, 1]" not in made.asm["ttgir"] and "ld.global.b16" in made.asm["ptx"]

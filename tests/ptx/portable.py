@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from flashtile.backends import portable
 from flashtile.backends.gpu import host
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.portable import config as tiles
+from flashtile.backends.portable import kernels as portable
 from flashtile.ops import dispatch, plans
 from tests.ptx.launch import Kernels
 from tests.ptx.machine import Options
@@ -30,13 +30,9 @@ def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
         kernels.launch(launch.kernel, (launch.programs,), launch.arguments, dict(launch.options), machine)
 
     patches: list[tuple[Any, str, Any]] = [
-        (portable, "_CAPABILITIES", dataclasses.replace(
-            portable._CAPABILITIES, device_types=("cpu",), min_compute_capability=None)),
-        (portable, "_DECODE", dataclasses.replace(
-            portable._DECODE, device_types=("cpu",), min_compute_capability=None)),
-        (portable, "_QUANTIZED", dataclasses.replace(
-            portable._QUANTIZED, device_types=("cpu",), min_compute_capability=None)),
-        (portable, "_needs_widening", lambda problem: False),
+        (portable.BACKEND, "able", {each: dataclasses.replace(able, device_types=("cpu",), min_compute_capability=None)
+                                    for each, able in portable.BACKEND.able.items()}),
+        (portable, "needs_widening", lambda problem: False),
         (tiles, "arch_of", lambda problem: "sm_86" if arch == "sm_89" else arch),
         (host, "interpret", run),
     ]  # fmt: skip

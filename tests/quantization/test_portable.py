@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from flashtile.backends.gpu.launch import Launch, lower, specialise
+from flashtile.backends.portable import BACKEND
 from flashtile.backends.portable.config import SHARED_BYTES, Config
 from flashtile.backends.portable.quantized.config import choose
 from flashtile.call.arguments import FLOAT8
@@ -75,7 +76,7 @@ def test_tiles_fit_a_block_that_shares_a_scale(arch: str) -> None:
 def _launch(case: QuantizedCase) -> Launch:
     call = build(case)
     problem = call.problem.but(device_type="cuda", compute_capability=(9, 0))
-    return portable_builds.launches(problem, without_data(call.tensors), "quantized")["attention_quantized"]
+    return BACKEND.launches(problem, without_data(call.tensors), "quantized")["attention_quantized"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.lengths], ids=str)

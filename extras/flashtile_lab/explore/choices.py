@@ -104,7 +104,7 @@ def _capabilities(declared: Capabilities | None) -> dict[str, Any] | None:
         return None
     fields = dataclasses.asdict(declared)
     fields |= {feature.name: feature.name in fields["features"] for feature in FEATURES}
-    del fields["features"]
+    del fields["features"], fields["limits"]
     return {**fields, "dtypes": [str(dtype).removeprefix("torch.") for dtype in declared.dtypes]}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.backends.gpu.described import described_quantized, described_tensors
-from flashtile.backends.hopper.launches import launches
+from flashtile.backends.hopper import BACKEND
 from flashtile.call.arguments import FLOAT8, grads_of
 from flashtile.call.backend import Direction
 from flashtile.call.problem import MaskMod, Precision, Problem, ScoreMod, described
@@ -105,7 +105,7 @@ def _decode_builds() -> list[KernelBuild]:
     made: list[KernelBuild] = []
     for call in [*calls, {"seqlen_q": 4, "num_heads_q": 64, "page_size": 16}]:
         problem, tensors = described_call((9, 0), **call)
-        wide = launch.wide_launch(problem, tensors, config.tiles(problem), 132)
+        wide = launch.wide_launch(problem, tensors, config.choose(problem), 132)
         made += kernel_builds("hopper", "decode", problem, {"wide_cache_attention": wide}, limits(problem))
     for size, rows in ((64, ""), (16, ""), (64, ", rows of 656 bytes")):
         problem, tensors = latent_call((9, 0), size, eight_bits=rows != "")
@@ -149,7 +149,9 @@ def _cached_builds() -> list[KernelBuild]:
 def builds_of(problem: Problem, direction: Direction, more: tuple[str, ...] = ()) -> list[KernelBuild]:
     """The builds of a direction of one problem; ``more`` as in ``kernel_builds``."""
     tensors = described_quantized(problem) if direction == "quantized" else described_tensors(problem)
-    return kernel_builds("hopper", direction, problem, launches(problem, tensors, direction), limits(problem), more)
+    return kernel_builds(
+        "hopper", direction, problem, BACKEND.launches(problem, tensors, direction), limits(problem), more
+    )
 
 
 def limits(problem: Problem) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.backends.gpu.described import described_quantized, described_tensors
-from flashtile.backends.portable.launches import launches
+from flashtile.backends.portable import BACKEND
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import Direction
 from flashtile.call.gpus import gpu_of
@@ -93,7 +93,7 @@ def builds_of(
 ) -> list[KernelBuild]:
     """The builds of a direction of one problem."""
     tensors = described_quantized(problem) if direction == "quantized" else described_tensors(problem)
-    return kernel_builds("portable", direction, problem, launches(problem, tensors, direction), spill_limits)
+    return kernel_builds("portable", direction, problem, BACKEND.launches(problem, tensors, direction), spill_limits)
 
 
 def _problem(arch: str, head_dim: int, band: Band, **values: Any) -> Problem:

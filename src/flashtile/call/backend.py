@@ -1,7 +1,8 @@
 """The backend protocol and the record in which a backend declares its capabilities.
 
 A feature that ``Capabilities`` do not name is unsupported. ``FEATURES`` lists each once, with a test of whether a
-problem uses it; refusals and the printed support table come from it.
+problem uses it; refusals and the printed support table come from it. What a backend lacks of features that it has, such
+as dropout beside some other feature, is a ``Limit`` of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -58,38 +59,6 @@ def _is_float8_cache(p: Problem) -> bool:
     return p.keys.used and p.precision.kv.itemsize == 1
 
 
-def _is_odd_cache(p: Problem) -> bool:
-    return _is_float8_cache(p) and (not p.aligned or p.head_dim % 2 + p.head_dim_v % 2 > 0)
-
-
-def _has_key_rows(p: Problem) -> bool:
-    return p.mask_mod.key_rows and not p.mask_mod.mirrored
-
-
-def _is_oddly_listed(p: Problem) -> bool:
-    return any(block % 16 for block in p.listed[:2])
-
-
-def _is_finely_listed(p: Problem) -> bool:
-    return any(block % 128 for block in p.listed[:2])
-
-
-def _is_big_listed(p: Problem) -> bool:
-    return p.listed != () and max(p.head_dim, p.head_dim_v) > 256
-
-
-def _differ_in_a_group(p: Problem) -> bool:
-    return p.mask_mod.by_head and p.group_size > 1
-
-
-def _is_big_function(p: Problem) -> bool:
-    return (p.score_function is not None or p.mask_function is not None) and max(p.head_dim, p.head_dim_v) > 256
-
-
-def _is_rare_dropout(p: Problem) -> bool:
-    return p.dropout_p > 0 and (max(p.head_dim, p.head_dim_v) > 256 or p.score_function is not None)
-
-
 FEATURES: tuple[Feature, ...] = (
     Feature("causal", "causal", lambda p: p.band.right is not None, DIRECTIONS),
     Feature("window", "sliding window", lambda p: p.band.left is not None or p.band.right not in (None, 0), DIRECTIONS),
@@ -101,37 +70,17 @@ FEATURES: tuple[Feature, ...] = (
     Feature("alibi", "ALiBi", lambda p: p.alibi, _BUT_QUANTIZED),
     Feature("mask", "boolean attn_mask", lambda p: p.mask),
     Feature("intervals", "interval masks (flashtile.masks)", lambda p: p.intervals, _BUT_QUANTIZED),
-    Feature(
-        "row_intervals",
-        "interval masks by rows alone",
-        lambda p: p.mask_mod.row_keys and not p.mask_mod.mirrored,
-        _BUT_QUANTIZED,
-    ),
-    Feature("key_intervals", "interval masks by columns alone", _has_key_rows, _BUT_QUANTIZED),
-    Feature(
-        "head_intervals", "interval masks or block lists by head, of grouped heads", _differ_in_a_group, _BUT_QUANTIZED
-    ),
     Feature("block_lists", "block lists (create_block_mask, PyTorch's BlockMask)", lambda p: bool(p.listed)),
-    Feature("fine_block_lists", "block lists of blocks that are no multiples of 128", _is_finely_listed),
-    Feature("odd_block_lists", "block lists of blocks that are no multiples of 16", _is_oddly_listed),
-    Feature("big_block_lists", "block lists at head_dim past 256", _is_big_listed),
     Feature("bias", "additive attn_bias", lambda p: p.bias_dtype is not None),
     Feature("bias_grad", "gradient of attn_bias", lambda p: p.bias_grad),
     Feature("sinks", "sinks", lambda p: p.sinks, DIRECTIONS),
     Feature("dropout", "dropout", lambda p: p.dropout_p > 0),
-    Feature("rare_dropout", "dropout at head_dim past 256 or with a score_mod", _is_rare_dropout),
     Feature("origins", "positions of a longer sequence (context parallel with dropout or ALiBi)", lambda p: p.origins),
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
-    Feature(
-        "ordered_intervals",
-        "deterministic=True with interval masks or block lists",
-        lambda p: p.deterministic and (p.intervals or p.listed != ()),
-    ),
     Feature(
         "score_mod", "score_mod (a function of the user's)", lambda p: p.score_function is not None, _BUT_QUANTIZED
     ),
     Feature("mask_mod", "mask_mod (a function of the user's)", lambda p: p.mask_function is not None, _BUT_QUANTIZED),
-    Feature("big_functions", "functions of the user's at head_dim past 256", _is_big_function, _BUT_QUANTIZED),
     Feature("operand_grad", "gradients of tensors that a score_mod captures", lambda p: p.operand_grad),
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
     Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
@@ -140,8 +89,26 @@ FEATURES: tuple[Feature, ...] = (
     Feature("qv", "queries of values (qv, or values that are the keys' first columns)", lambda p: p.qv, _DECODE),
     Feature("float8_rows", "latent rows of 656 bytes (8 bits, scales by row)", lambda p: p.row_scale, _DECODE),
     Feature("float8_cache", "float8 caches", _is_float8_cache, _DECODE),
-    Feature("odd_float8_cache", "float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_cache, _DECODE),
 )
+
+
+class Limit(NamedTuple):
+    """Calls that none of a backend's kernels computes though it has each of their features.
+
+    Attributes:
+        label: Their name in refusals and in the support table.
+        hits: Whether a problem is one of them.
+    """
+
+    label: str
+    hits: Callable[[Problem], bool]
+
+
+def _is_big_function(p: Problem) -> bool:
+    return (p.score_function is not None or p.mask_function is not None) and max(p.head_dim, p.head_dim_v) > 256
+
+
+BIG_FUNCTIONS = Limit("functions of the user's at head_dim past 256", _is_big_function)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +128,7 @@ class Capabilities:
         chain_head_dim: Largest head_dim and head_dim_v of one.
         slow_if_tiny: Whether ``Problem.tiny`` calls go to the next backend that can run them, unless this one is named.
         features: Names of the supported features.
+        limits: What it does not support of them.
     """
 
     device_types: tuple[str, ...]
@@ -174,11 +142,13 @@ class Capabilities:
     chain_head_dim: int = 0
     slow_if_tiny: bool = False
     features: frozenset[str] = frozenset()
+    limits: tuple[Limit, ...] = ()
 
     def reasons(self, problem: Problem) -> list[str]:
         """Every reason why the problem cannot run here, empty if it can."""
         why = [*self._device_reasons(problem), *self._shape_reasons(problem)]
-        return why + [f"no {f.label}" for f in FEATURES if f.name not in self.features and f.used(problem)]
+        why += [f"no {f.label}" for f in FEATURES if f.name not in self.features and f.used(problem)]
+        return why + [f"no {limit.label}" for limit in self.limits if limit.hits(problem)]
 
     def _device_reasons(self, problem: Problem) -> list[str]:
         if problem.device_type not in self.device_types:

@@ -11,6 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 128
+# The largest number of e4m3.
+LARGEST = 448.0
+# Smoothing takes off the mean of so many keys of a sequence, spread evenly: number i of n is key ``i * seqlen_k // n``.
+# Any vector would leave attention as it is.
+MOST_KEYS = 1024
 # Place p of 16 neighbouring columns of V holds key ORDER[p]: then the probabilities that a thread holds after the first
 # product are what it must hold before the second one.
 ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)

@@ -23,11 +23,6 @@ from flashtile.call.rotary import apply_rotary, row_positions
 from flashtile.core.errors import InvalidInputError
 
 E4M3 = torch.float8_e4m3fn
-# The largest number of e4m3.
-LARGEST = 448.0
-# The mean that smoothing takes off is that of so many keys of a sequence, spread evenly: number i of n is key
-# ``i * seqlen_k // n``. Any vector would leave attention as it is.
-MOST_KEYS = 1024
 Scales = Literal["block", "head", "tensor"]
 
 

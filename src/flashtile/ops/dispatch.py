@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from flashtile.call.arguments import BACKENDS, Grads, checked
-from flashtile.call.backend import FEATURES, Backend, Build, Capabilities, Direction, Feature, directions_of
+from flashtile.call.backend import DIRECTIONS, FEATURES, Backend, Build, Capabilities, Direction, Feature, directions_of
 from flashtile.call.problem import TINY, Problem
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError
@@ -205,6 +205,7 @@ def support_table() -> str:
     )
     rows += [[feature.label, *(_support(b, feature) for b in chosen)] for feature in FEATURES if feature not in regular]
     rows.append(["quantized calls (Quantized)", *("yes" if b.capabilities("quantized") else "no" for b in chosen)])
+    rows.append(["what of these it lacks", *(_limits(b) for b in chosen)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -221,6 +222,19 @@ def _support(b: Backend, feature: Feature) -> str:
         if has.get(each) is not None and able[each] != able["forward"]:
             texts.append(f"in {calls} yes" if able[each] else f"not in {calls}")
     return ", ".join(texts)
+
+
+def _limits(b: Backend) -> str:
+    """The limits of each direction; those of the forward are the backward's too."""
+    seen, texts = set[str](), []
+    for each in DIRECTIONS:
+        able = b.capabilities(each)
+        own = [limit.label for limit in able.limits if limit.label not in seen] if able else []
+        seen |= set(own)
+        if own:
+            where = {"forward": "regular calls", "backward": "the backward"} | _CALLS
+            texts.append(f"in {where[each]}: {'; '.join(own)}")
+    return ". ".join(text[0].upper() + text[1:] for text in texts) or "nothing"
 
 
 def _cell(b: Backend, text: Callable[[Capabilities], str]) -> str:

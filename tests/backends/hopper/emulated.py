@@ -14,11 +14,10 @@ from unittest import mock
 import torch
 import triton.language as tl
 
-from flashtile.backends import hopper
 from flashtile.backends.gpu import host
 from flashtile.backends.gpu.device import dropout
 from flashtile.backends.gpu.launch import Launch
-from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper import BACKEND, tensor_maps
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.device import inline_ptx
 from flashtile.backends.hopper.device.gluon_compat import tma_add
@@ -128,10 +127,7 @@ def with_kernels(
     here: dict[str, Any] = {"device_types": ("cpu",), "min_compute_capability": None, "max_compute_capability": None}
     properties = SimpleNamespace(multi_processor_count=num_sms)
     patches: list[tuple[Any, str, Any]] = [
-        (hopper, "_FORWARD", dataclasses.replace(hopper._FORWARD, **here)),
-        (hopper, "_BACKWARD", dataclasses.replace(hopper._BACKWARD, **here)),
-        (hopper, "_QUANTIZED", dataclasses.replace(hopper._QUANTIZED, **here)),
-        (hopper, "_DECODE", dataclasses.replace(hopper._DECODE, **here)),
+        (BACKEND, "able", {each: dataclasses.replace(able, **here) for each, able in BACKEND.able.items()}),
         (torch.cuda, "get_device_properties", lambda device: properties),
         (host, "interpret", run),
     ]

@@ -18,8 +18,7 @@ from flashtile.backends.gpu.decode import launch as decode
 from flashtile.backends.gpu.decode.config import bounded
 from flashtile.backends.gpu.launch import lower
 from flashtile.backends.gpu.trial import trial
-from flashtile.backends.hopper.decode.config import choose, describe, leaves_few, runs_forward
-from flashtile.backends.hopper.decode.launch import CachedPlan
+from flashtile.backends.hopper import BACKEND
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward.launch import ForwardPlan
@@ -345,15 +344,18 @@ def test_short_prompts_take_two_warpgroups_and_long_ones_three(
     assert (config.num_warpgroups, config.strip) == (warpgroups, strip)
 
 
+def _kernel(problem: Problem, tensors: CacheTensors) -> str:
+    return BACKEND.kernel("decode", problem, tensors).name
+
+
 def test_packed_steps_on_the_kernel_for_wide_groups() -> None:
     case = case_of(
         ((300, 5), (70, 3), (40, 0), (129, 1)), heads=16, kv_heads=2, packed=True, page_size=16, spare=2, sinks=True
     )
     problem, tensors = call_of(case)
-    config = choose(problem, tensors)
-    assert config.specialised and not runs_forward(problem, tensors)
+    assert _kernel(problem, tensors) == "wide groups"
     with on_cpu(seed=3), poisoned_memory(), mock.patch.object(decode, "multiprocessors", lambda device: 3):
-        lse = CachedPlan(problem, tensors)(tensors)
+        lse = BACKEND.plan("decode", problem, tensors)(tensors)
         at = 0
         for b, (_, rows, _) in enumerate(case.sequences):
             want, want_lse = alone(case, problem, tensors, b)
@@ -375,11 +377,11 @@ def test_packed_steps_on_the_kernel_for_wide_groups() -> None:
             {"page_size": 1},
             "the forward's kernel, TMA and WGMMA, tiles 2 x 64 x 128, head_dim 128, 2 stages, keys copied by 4 warps",
         ),
-        ({"page_size": 48, "kv": FLOAT8}, "not the forward's kernel: 8 bits in pages of 48"),
-        ({"head_dim": 84}, "not the forward's kernel: head_dim that is no multiple of 8"),
+        ({"page_size": 48, "kv": FLOAT8}, "not the kernel for prompts: 8 bits in pages of 48"),
+        ({"head_dim": 84}, "not the kernel for prompts: head_dim that is no multiple of 8"),
         ({"kv": FLOAT8}, "8 bits widened by 4 warps"),
-        ({"kv": FLOAT8, "head_dim": 72}, "not the forward's kernel: head_dim that is no multiple of 16"),
-        ({"kv": FLOAT8, "dtype": torch.float32}, "not the forward's kernel: dtype"),
+        ({"kv": FLOAT8, "head_dim": 72}, "not the kernel for prompts: head_dim that is no multiple of 16"),
+        ({"kv": FLOAT8, "dtype": torch.float32}, "not the kernel for prompts: dtype"),
     ],
     ids=str,
 )
@@ -393,15 +395,15 @@ def test_which_kernel_and_why(change: dict[str, Any], says: str) -> None:
         head_dim=facts["head_dim"], head_dim_v=facts["head_dim"],
         keys=SequenceLayout(facts["capacity"], used=True, page_size=facts["page_size"]), softmax_scale=0.1,
     )  # fmt: skip
-    assert says in describe(problem)
-    assert leaves_few(problem) == (facts["packed"] and facts["capacity"] > 8192)
+    said = BACKEND.describe(problem, "decode")
+    assert says in said and ("rows over more than" in said) == (facts["packed"] and facts["capacity"] > 8192)
 
 
 def test_calls_that_tma_cannot_read_stay_where_they_were() -> None:
     problem, tensors = call_of(CASES["pages_of_64"])
-    assert runs_forward(problem, tensors)
+    assert _kernel(problem, tensors) == "prompts"
     tensors.cache_leftpad = torch.zeros(2, dtype=torch.int32)
-    assert not runs_forward(problem, tensors)
+    assert _kernel(problem, tensors) == "decode"
 
 
 def test_copies_need_no_pages_of_whole_rows_but_places_of_32_bits() -> None:
@@ -410,8 +412,9 @@ def test_copies_need_no_pages_of_whole_rows_but_places_of_32_bits() -> None:
     far = torch.empty_strided((9, 48, 1, 128), (2**31, 136, 128, 1), device="meta", dtype=torch.bfloat16)
     for cache, is_near in ((far[:7], True), (far, False)):
         for name in ("k_cache", "v_cache"):
-            assert runs_forward(problem, replace(tensors, **{name: cache})) == is_near
-    assert not runs_forward(problem.but(keys=problem.keys._replace(page_size=64)), replace(tensors, v_cache=far[:7]))
+            assert (_kernel(problem, replace(tensors, **{name: cache})) == "prompts") == is_near
+    of_64 = problem.but(keys=problem.keys._replace(page_size=64))
+    assert _kernel(of_64, replace(tensors, v_cache=far[:7])) == "decode"
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 100, 127, 128, 129, 1000, 4097, 2**20 + 1, 2**30 - 1])

@@ -14,8 +14,7 @@ from torch import Tensor
 from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode import launch
 from flashtile.backends.gpu.trial import trial
-from flashtile.backends.hopper.decode.config import describe
-from flashtile.backends.hopper.latent import config
+from flashtile.backends.hopper import BACKEND
 from flashtile.backends.hopper.latent import launch as latent
 from flashtile.call.problem import SequenceLayout
 from flashtile.core.masks import Band
@@ -91,14 +90,14 @@ def test_folds_of_many_states(heads: int, length: int, num_sms: int) -> None:
 def test_other_calls_stay_with_the_triton_kernel() -> None:
     call = build(CASES[0], torch.bfloat16)
     problem = call.problem.but(device_type="cuda", compute_capability=(9, 0))
-    assert not config.against(problem) and config.runs(problem, call.tensors)
+    assert BACKEND.kernel("decode", problem, call.tensors).name == "latent rows"
     for changes in (
         {"band": Band(100, 0)}, {"softcap": 2.0}, {"alibi": True}, {"softmax_scale": -1.0}, {"head_dim": 80},
         {"head_dim_v": 256}, {"dtype": torch.float32}, {"aligned": False}, {"keys": SequenceLayout(300, page_size=24)},
     ):  # fmt: skip
-        assert config.against(problem.but(**changes)), changes
-        assert "not the kernel for latent rows: " in describe(problem.but(**changes))
+        assert "not the kernel for latent rows: " in BACKEND.describe(problem.but(**changes), "decode"), changes
     padded = dataclasses.replace(call.tensors, cache_leftpad=call.tensors.cache_seqlens)
-    assert not config.runs(problem, padded) and "a scorer and two summers" in describe(problem)
+    assert BACKEND.kernel("decode", problem, padded).name == "decode"
+    assert "a scorer and two summers" in BACKEND.describe(problem, "decode")
     with trial(decode=portable.Config(64, 64, 4, 3)):
-        assert not config.runs(problem, call.tensors)
+        assert BACKEND.kernel("decode", problem, call.tensors).name == "decode"

@@ -11,10 +11,9 @@ pytest.importorskip("triton.experimental.gluon")
 
 import flashtile
 from flashtile.backends.gpu.launch import lower
-from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper import BACKEND, tensor_maps
 from flashtile.backends.hopper.backward import config as backward
 from flashtile.backends.hopper.forward import config as forward
-from flashtile.backends.hopper.launches import launches
 from flashtile.call.problem import Problem
 from flashtile.ops import dispatch
 from tests.backends.hopper.emulated import on_cpu
@@ -210,6 +209,6 @@ def test_new_values_and_lengths_need_no_other_build(monkeypatch: pytest.MonkeyPa
             call = with_functions(case, score, mask, torch.float16, seed=rows, frozen=True)
             described = call.problem.but(device_type="cuda", compute_capability=(9, 0))
             for direction in ("forward", "backward"):
-                for name, launch in launches(described, call.tensors, direction).items():
+                for name, launch in BACKEND.launches(described, call.tensors, direction).items():
                     keys.add((score, name, lower(launch)[0]))
     assert len(keys) == len({(score, name) for score, name, _ in keys})

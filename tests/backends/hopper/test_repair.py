@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.gpu.described import described_tensors
-from flashtile.backends.hopper.launches import launches
+from flashtile.backends.hopper import BACKEND
 from flashtile.call.problem import described
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
@@ -84,5 +84,5 @@ def test_what_repairs_is_built_ahead(head_dim: int, names: list[str]) -> None:
         problem = described(**usual, bias_dtype=bias)
         tensors = described_tensors(problem)
         for direction, of in (("forward", of_forward), ("backward", of_backward)):
-            made = launches(problem, tensors, direction)  # type: ignore[arg-type]
+            made = BACKEND.launches(problem, tensors, direction)  # type: ignore[arg-type]
             assert [each for each in made if "repair" in each] == [f"repair_{name}" for name in of]

@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.decode import config, launch
+from flashtile.backends.gpu import table
+from flashtile.backends.gpu.decode import launch
 from flashtile.backends.gpu.decode.config import Config, Splitting
 from flashtile.backends.gpu.trial import trial
+from flashtile.backends.hopper import BACKEND
 from flashtile.backends.hopper.decode import launch as hopper_decode
-from flashtile.backends.hopper.decode.config import choose, tiles
+from flashtile.backends.hopper.decode.config import choose
+from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem, SequenceLayout
 from flashtile.core.masks import Band
 from tests import cases
@@ -61,7 +64,7 @@ def running(case: CacheCase, rule: Splitting, num_sms: int = 3, **changes: int) 
         left.append(torch.zeros(count, dtype=torch.int32))
         return left[-1]
 
-    held = dataclasses.replace(tiles(on_hopper(build(case, torch.bfloat16))), splitting=rule, **changes)
+    held = dataclasses.replace(choose(on_hopper(build(case, torch.bfloat16))), splitting=rule, **changes)
     with trial(decode=held), mock.patch.multiple(launch, zeros=zeros, multiprocessors=lambda device: num_sms):
         yield
     assert left and not any(each[::2].any() for each in left)
@@ -130,7 +133,7 @@ def test_few_rows_without_a_cache(causal: bool) -> None:
     """Each sequence has a whole entry, whose length no tensor holds; keys lie between others."""
     own = case_of("splits", (300, 300), 30, heads=2, kv_heads=1)
     case = Case("few", seqlen_q=30, seqlen_k=300, heads=2, kv_heads=1, head_dim=64, causal=causal, layout="transposed")
-    few = mock.patch.object(config, "_SPLIT_KEYS", 300)
+    few = mock.patch.object(table, "_SPLIT_KEYS", 300)
     with (
         on_cpu(seed=2),
         running(own, RULES["runs"]),
@@ -144,14 +147,18 @@ def test_few_rows_without_a_cache(causal: bool) -> None:
 def test_other_calls_stay_with_the_triton_kernel() -> None:
     call = build(CASES[0], torch.bfloat16)
     problem, tensors = on_hopper(call), call.tensors
-    assert choose(problem, tensors).specialised
+
+    def kernel(problem: Problem, tensors: CacheTensors = tensors) -> str:
+        return BACKEND.kernel("decode", problem, tensors).name
+
+    assert kernel(problem) == "wide groups"
     for changes in (
         {"band": Band(100, 0)}, {"softcap": 2.0}, {"alibi": True}, {"softmax_scale": -1.0}, {"num_heads_q": 8},
         {"compute_capability": (8, 0)}, {"head_dim": 80, "head_dim_v": 80}, {"head_dim_v": 128},
         {"queries": SequenceLayout(2), "seqlen_q": 2}, {"num_heads_q": 40, "head_dim": 256, "head_dim_v": 256},
     ):  # fmt: skip
-        assert not choose(problem.but(**changes), tensors).specialised, changes
+        assert kernel(problem.but(**changes)) in ("decode", "prompts"), changes
     padded = dataclasses.replace(tensors, cache_leftpad=tensors.cache_seqlens)
-    assert not choose(problem, padded).specialised
+    assert kernel(problem, padded) == "decode"
     with trial(decode=Config(64, 64, 4, 3)):
-        assert not choose(problem, tensors).specialised
+        assert kernel(problem) == "decode"

@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from flashtile.backends.gpu.decode import config, split_forward
+from flashtile.backends.gpu import table
+from flashtile.backends.gpu.decode import split_forward
 from flashtile.call.problem import described
 from flashtile.core.masks import Band
 from flashtile.core.states import Partial
@@ -31,7 +32,7 @@ CASES = (
 def test_numbers_and_gradients(case: Case) -> None:
     dtype = torch.float32 if case.seqlen_q < 10 else torch.float16
     forget_plans()
-    fewest = mock.patch.object(config, "_SPLIT_KEYS", 100)
+    fewest = mock.patch.object(table, "_SPLIT_KEYS", 100)
     splits = mock.patch.object(split_forward, "cached_tensors", wraps=split_forward.cached_tensors)
     with fewest, splits as run:
         judge(build(case, dtype), "portable")
@@ -45,7 +46,7 @@ def test_a_result_over_other_keys_is_merged_by_the_regular_kernel() -> None:
     regular = dispatch.backend("portable").plan("forward", problem, t)
     before = Partial(*(x.float() for x in regular(t)))
     expected = regular(t, before)
-    with mock.patch.object(config, "_SPLIT_KEYS", 64):
+    with mock.patch.object(table, "_SPLIT_KEYS", 64):
         plan = dispatch.backend("portable").plan("forward", problem, t)
         assert isinstance(plan, split_forward.SplitForwardPlan)
         assert all(map(torch.equal, plan(t, before), expected))
@@ -54,13 +55,13 @@ def test_a_result_over_other_keys_is_merged_by_the_regular_kernel() -> None:
 def test_which_calls_are_split() -> None:
     """By a sequence's own lengths, never by how many there are; of packed calls none."""
     call = described(batch=1, seqlen_q=4, seqlen_k=4096, num_heads_q=32, num_heads_kv=8, dtype=torch.bfloat16)
-    assert config.splits_keys(call) and config.splits_keys(call.but(batch=512, band=Band(None, 0)))
-    assert config.splits_keys(call.but(seqlen_q=32)) and not config.splits_keys(call.but(seqlen_q=33))
-    assert config.splits_keys(call.but(dtype=torch.float32)) and not config.splits_keys(
+    assert table.is_split(call) and table.is_split(call.but(batch=512, band=Band(None, 0)))
+    assert table.is_split(call.but(seqlen_q=32)) and not table.is_split(call.but(seqlen_q=33))
+    assert table.is_split(call.but(dtype=torch.float32)) and not table.is_split(
         call.but(dtype=torch.float32, seqlen_q=5)
     )
     for other in (
         {"seqlen_k": 2047}, {"varlen": True}, {"mask": True}, {"bias_dtype": torch.bfloat16}, {"dropout_p": 0.1},
         {"out_dtype": torch.float32}, {"batch": 0}, {"seqlen_q": 0},
     ):  # fmt: skip
-        assert not config.splits_keys(call.but(**other)), other
+        assert not table.is_split(call.but(**other)), other

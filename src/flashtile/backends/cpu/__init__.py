@@ -15,22 +15,21 @@ import torch
 
 from flashtile.backends.cpu import backward, decode, forward, quantized
 from flashtile.call.arguments import FLOAT8
-from flashtile.call.backend import Build, Capabilities, Direction, Given, Plan
+from flashtile.call.backend import BIG_FUNCTIONS, Build, Capabilities, Direction, Given, Plan
 from flashtile.call.problem import DTYPES, Problem, Tensors
 
 # What every direction has.
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
 _OF_REGULAR = {
-    "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "rare_dropout", "origins", "deterministic", "intervals",
-    "row_intervals", "key_intervals", "head_intervals", "ordered_intervals", "block_lists", "fine_block_lists",
-    "big_block_lists", "odd_block_lists", "score_mod", "mask_mod", "big_functions", "operand_grad",
+    "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "intervals", "block_lists",
+    "score_mod", "mask_mod", "operand_grad",
 }  # fmt: skip
 _CAPABILITIES = Capabilities(device_types=("cpu",), dtypes=DTYPES, max_head_dim=None, features=_COMMON | _OF_REGULAR)
 _OF_DECODE = {
-    "alibi", "chunk", "pages", "float8_cache", "odd_float8_cache", "tree_mask", "causal_each", "intervals",
-    "row_intervals", "key_intervals", "head_intervals", "score_mod", "mask_mod", "qv", "float8_rows",
+    "alibi", "chunk", "pages", "float8_cache", "tree_mask", "causal_each", "intervals", "score_mod", "mask_mod", "qv",
+    "float8_rows",
 }  # fmt: skip
-_DECODE = dataclasses.replace(_CAPABILITIES, features=_COMMON | _OF_DECODE)
+_DECODE = dataclasses.replace(_CAPABILITIES, features=_COMMON | _OF_DECODE, limits=(BIG_FUNCTIONS,))
 _QUANTIZED = dataclasses.replace(
     _CAPABILITIES, dtypes=(FLOAT8,), max_head_dim=256, head_dim_multiple=16, features=_COMMON
 )

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import forward
+from flashtile.call.blocks import LARGEST
 from flashtile.call.problem import Problem, Tensors
-from flashtile.call.quantized import LARGEST, Quantized
+from flashtile.call.quantized import Quantized
 from flashtile.call.quantized_arguments import QuantizedTensors
 
 

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flashtile.call.blocks import as_columns, joined, sequence_of_blocks, sequence_of_rows, split
+from flashtile.call.blocks import LARGEST, MOST_KEYS, as_columns, joined, sequence_of_blocks, sequence_of_rows, split
 from flashtile.call.quantized import (
     E4M3,
-    LARGEST,
-    MOST_KEYS,
     Choices,
     Inputs,
     Quantized,

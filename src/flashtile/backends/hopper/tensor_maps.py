@@ -43,6 +43,12 @@ def is_readable(tensor: Tensor) -> bool:
     )
 
 
+def is_one(cache: Tensor) -> bool:
+    """Whether a map may have the rows of all entries of a cache as rows of one tensor, counted in 32 bits."""
+    count, (entry, row) = cache.shape[0], cache.stride()[:2]
+    return row > 0 and entry % row == 0 and count * entry // row < 2**30
+
+
 def box(rows: int, cols: int, varlen: bool) -> tuple[int, ...]:
     """The tile that one TMA copy moves, in the dimensions of its map."""
     return (1, 1, rows, 1, cols) if varlen else (1, rows, 1, cols)

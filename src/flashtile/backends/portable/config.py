@@ -154,11 +154,6 @@ def in_parts(dim: int, dtype: torch.dtype) -> int:
     return whole * 3 // 4 if dim <= whole * 3 // 4 and whole >= least else whole
 
 
-def widths(cols: int) -> list[int]:
-    """The width of each part of a tile of so many columns, the widest first."""
-    return [1 << bit for bit in reversed(range(cols.bit_length())) if cols >> bit & 1]
-
-
 def tile_dims(problem: Problem) -> tuple[int, int]:
     """``in_parts`` of both head dimensions, the smaller one at least as large as the other up to 64."""
     dim, dim_v = (in_parts(each, problem.dtype) for each in (problem.head_dim, problem.head_dim_v))

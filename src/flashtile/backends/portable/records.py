@@ -24,8 +24,8 @@ from flashtile.backends.gpu.records import (
     softcap_of,
 )
 from flashtile.backends.portable import config as tables
-from flashtile.backends.portable.config import Config, tile_dims, widths
-from flashtile.backends.portable.device.records import Tiles
+from flashtile.backends.portable.config import Config, tile_dims
+from flashtile.backends.portable.device.records import Tiles, widths
 from flashtile.call.axes import is_aligned
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_arguments import QuantizedTensors

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashtile.backends.gpu.trial import tried
-from flashtile.call.arguments import Grads
-from flashtile.call.problem import Problem, SequenceLayout
+from flashtile.call.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -109,29 +108,6 @@ def bounded(problem: Problem) -> Problem:
 # Where packed queries run on another kernel, sequences of so few packed rows and of more keys are left to one that
 # splits keys: a program that took all of a sequence's keys would still be at work when all others have ended.
 FEW_ROWS, LONG_KEYS = 16, 8192
-
-
-# Calls without a cache of up to so many packed rows a key head, in float32 of FEW_ROWS, over so many keys or more.
-_SPLIT_ROWS, _SPLIT_KEYS = 128, 2048
-
-
-def splits_keys(problem: Problem) -> bool:
-    """Whether a forward without a cache has one tile of rows over so many keys that they are split among programs.
-
-    It looks at a sequence's own lengths, never at the batch, and so at no packed call, whose lengths are the longest.
-    """
-    p = problem
-    if p.varlen or p.mask or p.intervals or p.bias_dtype or p.origins or p.dropout_p or p.out_dtype != p.dtype:
-        return False
-    if p.score_function is not None or p.mask_function is not None or p.listed or max(p.head_dim, p.head_dim_v) > 256:
-        return False
-    most = FEW_ROWS if p.dtype == torch.float32 else _SPLIT_ROWS
-    return p.batch > 0 and 0 < p.seqlen_q * p.group_size <= most and p.seqlen_k >= _SPLIT_KEYS
-
-
-def as_cached(problem: Problem) -> Problem:
-    """A call without a cache, over one whose entries are full."""
-    return problem.but(keys=SequenceLayout(problem.seqlen_k, used=True), grads=Grads())
 
 
 def choose(problem: Problem, *, few: bool = False) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -34,18 +35,23 @@ _APPEND_OPERANDS = (
 )  # fmt: skip
 
 
+# The launches that attend, of a call and its tensors, each with the floats and the counters that it needs.
+Attending = Callable[[Problem, CacheTensors], list[tuple[Launch, int, int]]]
+
+
 class DecodePlan:
     """Attention over a cache, of calls with the same layouts and options; see ``call.backend.Decode``."""
 
-    def __init__(self, problem: Problem, tensors: CacheTensors) -> None:
+    def __init__(self, problem: Problem, tensors: CacheTensors, attending: Attending) -> None:
         """Prepares the launches.
 
         Args:
             problem: A call that the backend's capabilities cover.
             tensors: Tensors with the call's layouts.
+            attending: The launches that attend.
         """
         t = tensors
-        self._problem = problem
+        self._problem, self._attending = problem, attending
         self._like_lse = like_floats(t.q, problem.lse_shape(t.q))
         self._rotates = t.rotary_cos is not None
         self._append: tuple[Step] | None = None
@@ -82,7 +88,7 @@ class DecodePlan:
         return lse
 
     def _make(self, t: CacheTensors) -> tuple[tuple[Step, ...], Tensor | None, int]:
-        launches = self.launches(self._problem, t)
+        launches = self._attending(self._problem, t)
         names = (*_OPERANDS, *operand_names(t))
         steps = tuple(Step(launch, names, t.q.device) for launch, _, _ in launches)
         # One launch after the other uses the workspace, and leaves the counters at 0.
@@ -90,24 +96,19 @@ class DecodePlan:
         counters = max(counters for _, _, counters in launches)
         return steps, like_floats(t.q, (floats,)) if floats else None, counters
 
-    @classmethod
-    def launches(cls, problem: Problem, t: CacheTensors) -> list[tuple[Launch, int, int]]:
-        """The launches that attend, each with the floats and the counters that it needs."""
-        return [cls._launch(problem, t, choose(problem))]
 
-    @classmethod
-    def _launch(
-        cls, problem: Problem, t: CacheTensors, config: Config, *, few: bool = False
-    ) -> tuple[Launch, int, int]:
-        bounds = Bounds(problem, t, config)
-        launch = attention_launch(problem, t, config, multiprocessors(t.q.device), few=few)
-        return launch, bounds.floats, bounds.counters
+def attending(problem: Problem, tensors: CacheTensors, *, few: bool = False) -> list[tuple[Launch, int, int]]:
+    """The launch that attends with the Triton kernel, its floats and counters; ``few`` as in ``attention_launch``."""
+    config = choose(problem, few=few)
+    bounds = Bounds(problem, tensors, config)
+    launch = attention_launch(problem, tensors, config, multiprocessors(tensors.q.device), few=few)
+    return [(launch, bounds.floats, bounds.counters)]
 
 
-def launches(plan: type[DecodePlan], problem: Problem, tensors: CacheTensors) -> dict[str, Launch]:
+def launches(problem: Problem, tensors: CacheTensors, attending: Attending) -> dict[str, Launch]:
     """The kernels of a cached call by name, in the order in which a plan starts them."""
     appends = [] if tensors.k is None else [append_launch(problem, tensors)]
-    made = (*appends, *(launch for launch, _, _ in plan.launches(problem, tensors)))
+    made = (*appends, *(launch for launch, _, _ in attending(problem, tensors)))
     return {launch.kernel.__name__: launch for launch in made}
 
 

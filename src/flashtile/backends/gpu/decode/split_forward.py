@@ -1,4 +1,4 @@
-"""The forward of calls without a cache that ``config.splits_keys`` names: the kernel of cached calls computes them."""
+"""The forward of calls without a cache that ``table.is_split`` names: the kernel of cached calls computes them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.decode.config import as_cached
-from flashtile.backends.gpu.decode.launch import DecodePlan
 from flashtile.call.backend import Plan
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem, Tensors
@@ -20,26 +18,30 @@ class SplitForwardPlan:
     """The forward of calls of one kind, as ``call.backend.Forward`` says; keys are an entry of a full cache."""
 
     def __init__(
-        self, problem: Problem, tensors: Tensors, plan: type[DecodePlan], regular: Callable[[Problem, Tensors], Plan]
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        cached: Callable[[CacheTensors], Plan],
+        regular: Callable[[Tensors], Plan],
     ) -> None:
         """Prepares the launch.
 
         Args:
-            problem: A call that ``config.splits_keys`` names.
+            problem: A call that ``table.is_split`` names.
             tensors: Tensors of its layouts.
-            plan: A backend's plan of cached calls.
-            regular: Makes its plan of regular forwards, which merges a result over other keys.
+            cached: Makes the plan of the call over a cache.
+            regular: Makes the plan of a regular forward, which merges a result over other keys.
         """
-        self._problem, self._regular = problem, regular
+        self._regular = regular
         self._merging: Plan | None = None
         self._out_shape = (*tensors.q.shape[:-1], problem.head_dim_v)
-        self._plan = plan(as_cached(problem), cached_tensors(tensors))
+        self._plan = cached(cached_tensors(tensors))
 
     def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
         """Attention's output and log-sum-exp, merged with ``partial``, those over other keys, if given."""
         if partial is not None:
             if self._merging is None:
-                self._merging = self._regular(self._problem, tensors)
+                self._merging = self._regular(tensors)
             merged: tuple[Tensor, Tensor] = self._merging(tensors, partial)
             return merged
         out = tensors.q.new_empty(self._out_shape)

@@ -1,51 +1,27 @@
-"""Host side of cached calls on Hopper: which kernel computes which sequences, and the launch for wide groups."""
+"""Host side of cached calls of wide groups on Hopper: the launch that attends."""
 
 from __future__ import annotations
 
-from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode.config import Config
-from flashtile.backends.gpu.decode.launch import Bounds, DecodePlan, attention_call
+from flashtile.backends.gpu.decode.launch import Bounds, attention_call
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import multiprocessors
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.decode.config import choose, leaves_few, runs_forward
+from flashtile.backends.hopper.decode.config import choose
 from flashtile.backends.hopper.device.records import Maps, Warps
-from flashtile.backends.hopper.forward.cached import cached_launch
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
 wide_cache_attention = device_code("flashtile.backends.hopper.decode.kernel").wide_cache_attention
 
 
-class CachedPlan(DecodePlan):
-    """Attention over a cache on Hopper: prompts by the forward, few rows by the kernel for wide groups or Triton's."""
-
-    @classmethod
-    def launches(cls, problem: Problem, t: CacheTensors) -> list[tuple[Launch, int, int]]:
-        """See ``DecodePlan``."""
-        p = problem
-        if p.qv:
-            from flashtile.backends.hopper.latent import config, launch  # what few programs need is not loaded by all
-
-            return [launch.latent_launch(p, t) if config.runs(p, t) else cls._launch(p, t, portable.choose(p))]
-        if not runs_forward(p, t):
-            return [cls._launch(p, t, choose(p, t))]
-        # The forward needs no workspace, and one counter, of tiles.
-        if not leaves_few(p):
-            return [(cached_launch(p, t), 0, 1)]
-        few = cls._launch(p, t, portable.choose(p, few=True), few=True)
-        return [(cached_launch(p, t, (portable.FEW_ROWS, portable.LONG_KEYS)), 0, 1), few]
-
-    @classmethod
-    def _launch(
-        cls, problem: Problem, t: CacheTensors, config: Config, *, few: bool = False
-    ) -> tuple[Launch, int, int]:
-        if not config.specialised:
-            return super()._launch(problem, t, config, few=few)
-        bounds = Bounds(problem, t, config)
-        launch = wide_launch(problem, t, config, multiprocessors(t.q.device))
-        return launch, bounds.floats, bounds.counters
+def attending(problem: Problem, tensors: CacheTensors) -> list[tuple[Launch, int, int]]:
+    """The launch that attends, its floats and counters."""
+    config = choose(problem)
+    bounds = Bounds(problem, tensors, config)
+    launch = wide_launch(problem, tensors, config, multiprocessors(tensors.q.device))
+    return [(launch, bounds.floats, bounds.counters)]
 
 
 def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms: int) -> Launch:

@@ -1,4 +1,4 @@
-"""The Hopper forward over a cache of keys and values: which calls it computes, and their launch."""
+"""The launch of the Hopper forward over a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -15,41 +15,13 @@ from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.forward.launch import forward_launch
 from flashtile.backends.hopper.records import rows_of
-from flashtile.call.cached_arguments import FLOAT8, CacheTensors
+from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem, Tensors
 
 # Elements of the 16 bytes that one copy of a thread moves.
 _UNIT = 8
 # A batch of up to so many tiles a sequence, in the mean, is taken for a mixed one, of decodes and prompts.
 _MOST_TILES_OF_MIXED = 8
-
-
-def reasons(problem: Problem) -> list[str]:
-    """What keeps a kind of call from the forward, whatever its number of rows; none if nothing does."""
-    p, unit = problem, 16 if configs.widens(problem) else 8
-    against = {
-        "caches in 8 bits": configs.widens(p) and not (configs.WIDENS and p.precision.kv == FLOAT8),
-        f"8 bits in pages of {p.keys.page_size}": configs.widens(p) and configs.gathers(p),
-        "dtype": p.dtype not in (torch.float16, torch.bfloat16),
-        f"head_dim that is no multiple of {unit}": p.head_dim % unit > 0 or p.head_dim_v % unit > 0,
-        "strides that TMA cannot read": not p.aligned,
-        "tree_mask": p.tree,
-    }
-    return [reason for reason, is_against in against.items() if is_against]
-
-
-def can_read(problem: Problem, tensors: CacheTensors) -> bool:
-    """Whether a call that nothing else is ``against`` has queries, caches and an output that the kernel can address."""
-    t = tensors
-    read = (t.k_cache, t.v_cache, t.out, *(() if t.rotary_cos is not None else (t.q,)))
-    entries, entry, row = t.v_cache.shape[0], *t.v_cache.stride()[:2]
-    if configs.gathers(problem):
-        # Where rows begin is counted in 32 bits.
-        is_one = all(x.shape[0] * x.stride(0) < _UNIT * 2**31 for x in (t.k_cache, t.v_cache))
-    else:
-        # All entries of v are read as rows of one tensor, counted in 32 bits.
-        is_one = row > 0 and entry % row == 0 and entries * entry // row < 2**30
-    return t.cache_leftpad is None and is_one and all(x.numel() and tensor_maps.is_readable(x) for x in read)
 
 
 def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None = None) -> Launch:

@@ -1,14 +1,10 @@
-"""Which calls the kernel over latent rows computes, and its tiles."""
+"""The tiles of the kernel over latent rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from flashtile.backends.gpu.trial import tried
-from flashtile.backends.hopper import tensor_maps
-from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
 ROWS = 64
@@ -62,42 +58,3 @@ def choose(problem: Problem) -> Config:
     fewest = 2 if rows <= 16 or problem.batch == 1 else 4
     of_8_bits = {"registers": 160, "few": 24} if problem.row_scale else {}
     return Config(fewest_blocks=fewest, **of_8_bits) if held is None else held
-
-
-def against(problem: Problem) -> list[str]:
-    """What keeps a call with ``qv`` from the kernel, but for strides; none if nothing does."""
-    p = problem
-    size = p.keys.page_size
-    reasons = {
-        f"columns {p.head_dim} and {p.head_dim_v}, not 64 and 512": (p.head_dim, p.head_dim_v) != (64, 512),
-        "caches in 8 bits but of rows of 656 bytes": p.precision.kv.itemsize == 1,
-        "dtype": p.dtype not in (torch.float16, torch.bfloat16),
-        f"pages of {size}": size not in (8, 16, 32) and size % ROWS > 0,
-        "window": p.band.left is not None,
-        "softcap": p.softcap > 0,
-        "ALiBi": p.alibi,
-        "tree_mask": p.tree,
-        "softmax_scale": p.softmax_scale <= 0,
-        "strides": not p.aligned,
-    }
-    return [reason for reason, is_against in reasons.items() if is_against]
-
-
-def runs(problem: Problem, tensors: CacheTensors | None = None) -> bool:
-    """Whether the kernel computes a call with ``qv``; of tensors None those that TMA and 16-byte copies can read."""
-    # Tiles on trial for the Triton kernel are for it alone.
-    if tried("decode") is not None or against(problem):
-        return False
-    return tensors is None or _can_read(tensors)
-
-
-def _can_read(tensors: CacheTensors) -> bool:
-    """Whether TMA can read the caches, the rows of all entries as if they were one tensor's, and copies the queries."""
-    t = tensors
-    assert t.qv is not None
-    caches = [x for x in (t.k_cache, t.v_cache, t.row_scale) if x is not None]
-    strides = [(cache.shape[0], *cache.stride()[:2]) for cache in (t.k_cache, t.v_cache)]
-    rows = all(row > 0 and entry % row == 0 and count * entry // row < 2**30 for count, entry, row in strides)
-    queries = (t.qv,) if t.rotary_cos is not None else (t.q, t.qv)
-    is_copied = all(stride % 16 == 0 for q in queries for stride in q.stride()[:-1])
-    return rows and is_copied and t.cache_leftpad is None and all(map(tensor_maps.is_readable, caches))

@@ -19,6 +19,11 @@ from flashtile.call.problem import Problem
 latent_attention = device_code("flashtile.backends.hopper.latent.kernel").latent_attention
 
 
+def attending(problem: Problem, tensors: CacheTensors) -> list[tuple[Launch, int, int]]:
+    """The launch that attends, its floats and counters."""
+    return [latent_launch(problem, tensors)]
+
+
 def latent_launch(problem: Problem, tensors: CacheTensors) -> tuple[Launch, int, int]:
     """The launch of the attention, the floats of its workspace and its counters.
 

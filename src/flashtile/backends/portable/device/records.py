@@ -8,6 +8,11 @@ from typing import Any, NamedTuple
 MEAN_SPLITS = 16
 
 
+def widths(cols: int) -> list[int]:
+    """The width of each part of a tile of so many columns, the widest first."""
+    return [1 << bit for bit in reversed(range(cols.bit_length())) if cols >> bit & 1]
+
+
 class Tiles(NamedTuple):
     """The last argument of the portable kernels.
 

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import records, sequence
-from flashtile.backends.portable import config
+from flashtile.backends.portable.device.records import widths as _widths
 
-widths = triton.constexpr_function(config.widths)
+widths = triton.constexpr_function(_widths)
 
 
 @triton.constexpr_function

@@ -15,8 +15,8 @@ import triton.language as tl
 from flashtile.backends.gpu.decode.append import e4m3_bits
 from flashtile.backends.portable.device import records
 from flashtile.call.blocks import BLOCK as _BLOCK
-from flashtile.call.quantized import LARGEST as _LARGEST
-from flashtile.call.quantized import MOST_KEYS as _MOST_KEYS
+from flashtile.call.blocks import LARGEST as _LARGEST
+from flashtile.call.blocks import MOST_KEYS as _MOST_KEYS
 
 BLOCK: tl.constexpr = tl.constexpr(_BLOCK)
 LARGEST: tl.constexpr = tl.constexpr(_LARGEST)

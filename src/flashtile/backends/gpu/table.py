@@ -1,0 +1,222 @@
+"""The kernels of a GPU backend in an ordered table: the only place where one is chosen."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashtile.backends.gpu import build
+from flashtile.call.arguments import Grads
+from flashtile.call.backend import Build, Capabilities, Direction, Given, Limit, Plan
+from flashtile.call.problem import Problem, SequenceLayout
+
+if TYPE_CHECKING:
+    from flashtile.backends.gpu.launch import Launch
+
+
+@functools.cache
+def module(name: str) -> Any:
+    """A module below ``flashtile.backends``. Kept, since an import statement takes longer where a module is loaded."""
+    return importlib.import_module(f"flashtile.backends.{name}")
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A row of a table: kernels that compute calls of a direction together.
+
+    Of the rows of a direction, the first runs a call that ``takes`` it, has no ``reasons`` against it and ``reads`` its
+    tensors.
+
+    Attributes:
+        name: Its name; of a row with ``reasons`` what its calls are.
+        direction: The direction.
+        package: Where its modules ``config`` and ``launch`` are, below ``flashtile.backends``. They are loaded late.
+        text: What ``explain`` says of it, with {} for its tiles.
+        plan: The name in ``launch`` of the class of its plans.
+        takes: Whether it is meant for a call.
+        reasons: What keeps a call that it is meant for from it.
+        reads: Whether its loads can address a call's tensors.
+    """
+
+    name: str
+    direction: Direction
+    package: str
+    text: str = "{}"
+    plan: str = ""
+    takes: Callable[[Problem], bool] = lambda problem: True
+    reasons: Callable[[Problem], list[str]] = lambda problem: []
+    reads: Callable[[Problem, Any], bool] = lambda problem, tensors: True
+
+    def choose(self, problem: Problem) -> Any:
+        """The tiles of a call whose tensors have the usual layouts."""
+        return module(f"{self.package}.config").choose(problem)
+
+    def describe(self, table: GpuBackend, problem: Problem) -> str:
+        """The kernel and its tiles in one line."""
+        return self.text.format(self.choose(problem))
+
+    def make(self, table: GpuBackend, problem: Problem, like: Any, *given: Any) -> Plan:
+        """The plan of a call; see ``Backend.plan``."""
+        plan: Plan = getattr(module(f"{self.package}.launch"), self.plan)(problem, like, *given)
+        return plan
+
+    def launches(self, table: GpuBackend, problem: Problem, tensors: Any) -> dict[str, Launch]:
+        """The launches of a call by name, in order."""
+        made: dict[str, Launch] = module(f"{self.package}.launch").launches(problem, tensors, self.choose(problem))
+        return made
+
+
+class QuantizedKernel(Kernel):
+    """A forward of 8-bit tensors: one launch."""
+
+    def launches(self, table: GpuBackend, problem: Problem, tensors: Any) -> dict[str, Launch]:
+        """The launch."""
+        launch = module(f"{self.package}.launch").quantized_launch(problem, tensors, self.choose(problem))
+        return {"attention_quantized": launch}
+
+
+class CachedKernel(Kernel):
+    """Attention over a cache; whatever attends, the same kernel appends before.
+
+    A plan looks for the row when it is called, since the tiles on trial decide too.
+    """
+
+    def make(self, table: GpuBackend, problem: Problem, like: Any, *given: Any) -> Plan:
+        """``DecodePlan`` with the launches of the row that each call takes."""
+        plan: Plan = module("gpu.decode.launch").DecodePlan(problem, like, table.attending)
+        return plan
+
+    def launches(self, table: GpuBackend, problem: Problem, tensors: Any) -> dict[str, Launch]:
+        """What appends, then what attends."""
+        made: dict[str, Launch] = module("gpu.decode.launch").launches(problem, tensors, table.attending)
+        return made
+
+    def attending(self, problem: Problem, tensors: Any) -> list[tuple[Launch, int, int]]:
+        """The launches that attend, each with the floats and the counters that it needs."""
+        made: list[tuple[Launch, int, int]] = module(f"{self.package}.launch").attending(problem, tensors)
+        return made
+
+
+# Forwards of up to so many packed rows a key head, in float32 of the fewer, over so many keys or more are split.
+_SPLIT_ROWS, _SPLIT_ROWS_FLOAT32, _SPLIT_KEYS = 128, 16, 2048
+
+
+class SplitForward(Kernel):
+    """The forward of one tile of rows over so many keys that programs share them, by a kernel of cached calls."""
+
+    def describe(self, table: GpuBackend, problem: Problem) -> str:
+        """As of the call over a cache."""
+        return table.describe(as_cached(problem), "decode")
+
+    def make(self, table: GpuBackend, problem: Problem, like: Any, *given: Any) -> Plan:
+        """The plan of the call over a cache; a result over other keys is merged by the next row's kernel."""
+        regular = table.kernel("forward", problem, after=self)
+        place, cached = module("gpu.decode.split_forward"), functools.partial(table.plan, "decode", as_cached(problem))
+        plan: Plan = place.SplitForwardPlan(problem, like, cached, functools.partial(regular.make, table, problem))
+        return plan
+
+    def launches(self, table: GpuBackend, problem: Problem, tensors: Any) -> dict[str, Launch]:
+        """Those of the call over a cache."""
+        cached = module("gpu.decode.split_forward").cached_tensors(tensors)
+        return table.launches(as_cached(problem), cached, "decode")
+
+
+def is_split(problem: Problem) -> bool:
+    """Whether a forward has one tile of rows over many keys.
+
+    It looks at a sequence's own lengths, never at the batch, and so at no packed call, whose lengths are the longest.
+    """
+    p = problem
+    if p.varlen or p.mask or p.intervals or p.bias_dtype or p.origins or p.dropout_p or p.out_dtype != p.dtype:
+        return False
+    if p.score_function is not None or p.mask_function is not None or p.listed or max(p.head_dim, p.head_dim_v) > 256:
+        return False
+    most = _SPLIT_ROWS_FLOAT32 if p.dtype == torch.float32 else _SPLIT_ROWS
+    return p.batch > 0 and 0 < p.seqlen_q * p.group_size <= most and p.seqlen_k >= _SPLIT_KEYS
+
+
+def as_cached(problem: Problem) -> Problem:
+    """A call without a cache, over one whose entries are full."""
+    return problem.but(keys=SequenceLayout(problem.seqlen_k, used=True), grads=Grads())
+
+
+def _is_odd_float8_cache(p: Problem) -> bool:
+    return p.precision.kv.itemsize == 1 and (not p.aligned or p.head_dim % 2 + p.head_dim_v % 2 > 0)
+
+
+ODD_FLOAT8_CACHE = Limit("float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_float8_cache)
+SPLIT_FORWARD = SplitForward("split_forward", "forward", "gpu.decode", takes=is_split)
+
+
+@dataclass(kw_only=True, eq=False)
+class GpuBackend:
+    """A backend from its table; see ``call.backend.Backend`` for the methods.
+
+    Attributes:
+        name: The backend's name.
+        summary: Where it runs.
+        able: What the kernels of a direction compute.
+        kernels: The table.
+        gluon: Whether they need Triton's Gluon.
+    """
+
+    name: str
+    summary: str
+    able: Mapping[Direction, Capabilities]
+    kernels: tuple[Kernel, ...]
+    gluon: bool = False
+
+    def capabilities(self, direction: Direction) -> Capabilities | None:
+        """What the kernels of a direction compute."""
+        return self.able.get(direction)
+
+    def missing(self) -> str | None:
+        """Triton, where it is not installed."""
+        return build.missing(gluon=self.gluon)
+
+    def _rows(self, direction: Direction, problem: Problem) -> Iterator[Kernel]:
+        return (each for each in self.kernels if each.direction == direction and each.takes(problem))
+
+    def kernel(
+        self, direction: Direction, problem: Problem, tensors: Any = None, after: Kernel | None = None
+    ) -> Kernel:
+        """The row that runs a call, of tensors that any row reads if they are None; ``after``: another than this."""
+        for row in self._rows(direction, problem):
+            if row is not after and not row.reasons(problem) and (tensors is None or row.reads(problem, tensors)):
+                return row
+        raise AssertionError(f"{self.name} has no kernel for {problem}")
+
+    def describe(self, problem: Problem, direction: Direction) -> str:
+        """The kernel and its tiles, and why not the kernels before it that are meant for such calls."""
+        chosen = self.kernel(direction, problem)
+        parts = [chosen.describe(self, problem)]
+        for row in self._rows(direction, problem):
+            if row is chosen:
+                break
+            parts.append(f"not the kernel for {row.name}: {', '.join(row.reasons(problem))}")
+        return "; ".join(parts)
+
+    def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = ()) -> Plan:
+        """The plan that the row makes."""
+        if problem.device_type == "cuda":
+            build.expect_compiling()
+        return self.kernel(direction, problem).make(self, problem, like, *given)
+
+    def attending(self, problem: Problem, tensors: Any) -> list[tuple[Launch, int, int]]:
+        """The launches that attend over a cache, each with the floats and the counters that it needs."""
+        row = self.kernel("decode", problem, tensors)
+        assert isinstance(row, CachedKernel)
+        return row.attending(problem, tensors)
+
+    def launches(self, problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:
+        """The kernels of a direction of a call, by name, in the order in which they run."""
+        return self.kernel(direction, problem, tensors).launches(self, problem, tensors)
+
+    def builds(self, problem: Problem, tensors: Any, direction: Direction) -> list[Build]:
+        """The builds of the launches."""
+        return build.builds(self.launches(problem, tensors, direction))

@@ -1,0 +1,243 @@
+"""Hopper's kernels, in the order in which they are asked, and what they compute together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, bounded, hopper_rows
+from flashtile.backends.gpu.table import (
+    ODD_FLOAT8_CACHE,
+    SPLIT_FORWARD,
+    CachedKernel,
+    GpuBackend,
+    Kernel,
+    QuantizedKernel,
+    module,
+)
+from flashtile.backends.gpu.trial import tried
+from flashtile.call.arguments import FLOAT8
+from flashtile.call.backend import Capabilities, Direction, Limit
+from flashtile.call.problem import Problem
+
+if TYPE_CHECKING:
+    from flashtile.backends.gpu.launch import Launch
+
+# Packed rows a key head: up to so many the Triton kernel's tiles of 16 do as well as the kernel for wide groups, whose
+# two warpgroups have at most so many; calls of more are the forward's.
+_MOST_ROWS_OF_TRITON, _MOST_ROWS_OF_WIDE = 16, 128
+
+
+def _is_big(problem: Problem) -> bool:
+    return max(problem.head_dim, problem.head_dim_v) > 256
+
+
+def _present(reasons: dict[str, bool]) -> list[str]:
+    return [reason for reason, is_present in reasons.items() if is_present]
+
+
+def _against_decode(problem: Problem, sizes: tuple[int, ...], unit: int) -> dict[str, bool]:
+    """What keeps cached calls from either decode kernel: pages are of these ``sizes`` or of whole ``unit``s."""
+    p, size = problem, problem.keys.page_size
+    return {
+        f"pages of {size}": size not in sizes and size % unit > 0,
+        "window": p.band.left is not None,
+        "softcap": p.softcap > 0,
+        "ALiBi": p.alibi,
+        "tree_mask": p.tree,
+        "softmax_scale": p.softmax_scale <= 0,
+        "strides": not p.aligned,
+    }
+
+
+# -- forward and backward --------------------------------------------------------------------------------------------
+
+
+class _Forward(Kernel):
+    def choose(self, problem: Problem) -> Any:
+        return super().choose(module("hopper.forward.config").by_bits(problem))
+
+    def launches(self, table: GpuBackend, problem: Problem, tensors: Any) -> dict[str, Launch]:
+        seen, score_bytes = module("hopper.forward.config").by_bits(problem), module("hopper.tensor_maps").score_bytes
+        config = module(f"{self.package}.config").choose(seen, score_bytes(tensors), tensors.q.shape[-3])
+        made: dict[str, Launch] = module(f"{self.package}.launch").launches(seen, tensors, config)
+        return made | module("portable.repair").forward_launches(problem, tensors)
+
+
+class _Backward(_Forward):
+    def launches(self, table: GpuBackend, problem: Problem, tensors: Any) -> dict[str, Launch]:
+        seen, config = module("hopper.forward.config").by_bits(problem), self.choose(problem)
+        dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
+        made: dict[str, Launch] = module(f"{self.package}.launch").launches(seen, tensors, dout, None, config)
+        return made | module("portable.repair").backward_launches(problem, tensors, dout, config.block_m)
+
+
+# -- cached calls ----------------------------------------------------------------------------------------------------
+
+
+def _is_latent(problem: Problem) -> bool:
+    # Tiles on trial for the Triton kernel are for it alone.
+    return problem.qv and tried("decode") is None
+
+
+def _against_latent(problem: Problem) -> list[str]:
+    p = problem
+    return _present({
+        f"columns {p.head_dim} and {p.head_dim_v}, not 64 and 512": (p.head_dim, p.head_dim_v) != (64, 512),
+        "caches in 8 bits but of rows of 656 bytes": p.precision.kv.itemsize == 1,
+        "dtype": p.dtype not in (torch.float16, torch.bfloat16),
+        **_against_decode(p, (8, 16, 32), 64),
+    })  # fmt: skip
+
+
+def _is_prompt(problem: Problem) -> bool:
+    """Whether sequences, or of packed ones the longest that there may be, have more rows than the decode kernels'."""
+    rows = problem.seqlen_q * problem.group_size
+    return rows > _MOST_ROWS_OF_WIDE and not problem.qv and not _is_big(problem) and tried("decode") is None
+
+
+def _against_forward(problem: Problem) -> list[str]:
+    p, config = problem, module("hopper.forward.config")
+    unit = 16 if config.widens(p) else 8
+    return _present({
+        "caches in 8 bits": config.widens(p) and not (config.WIDENS and p.precision.kv == FLOAT8),
+        f"8 bits in pages of {p.keys.page_size}": config.widens(p) and config.gathers(p),
+        "dtype": p.dtype not in (torch.float16, torch.bfloat16),
+        f"head_dim that is no multiple of {unit}": p.head_dim % unit > 0 or p.head_dim_v % unit > 0,
+        "strides that TMA cannot read": not p.aligned,
+        "tree_mask": p.tree,
+    })  # fmt: skip
+
+
+class _Prompts(CachedKernel):
+    def choose(self, problem: Problem) -> Any:
+        return super().choose(bounded(problem))
+
+    def describe(self, table: GpuBackend, problem: Problem) -> str:
+        rows = f"{problem.seqlen_q * problem.group_size} rows a key head: {super().describe(table, problem)}"
+        few = f"; up to {FEW_ROWS} rows over more than {LONG_KEYS} keys in Triton, splits merged"
+        return rows + few * leaves_few(problem)
+
+    def attending(self, problem: Problem, tensors: Any) -> list[tuple[Launch, int, int]]:
+        # The forward needs no workspace, and one counter, of tiles.
+        launch, has_few = module("hopper.forward.cached").cached_launch, leaves_few(problem)
+        made = [(launch(problem, tensors, (FEW_ROWS, LONG_KEYS) if has_few else None), 0, 1)]
+        return made + (module("gpu.decode.launch").attending(problem, tensors, few=True) if has_few else [])
+
+
+def leaves_few(problem: Problem) -> bool:
+    """Whether packed sequences of few rows may have so many keys that they are left to a kernel that splits them."""
+    return problem.varlen and problem.keys.length > LONG_KEYS
+
+
+def _is_wide(problem: Problem) -> bool:
+    if (held := tried("decode")) is not None:
+        return held.specialised and not problem.qv
+    return _MOST_ROWS_OF_TRITON < hopper_rows(problem) <= _MOST_ROWS_OF_WIDE and not problem.qv
+
+
+def _against_wide(problem: Problem) -> list[str]:
+    p = problem
+    dims = {64, 128} if 0 < hopper_rows(p) <= 64 else {64, 128, 256}
+    is_other = p.head_dim != p.head_dim_v or p.head_dim not in dims
+    return _present({f"head_dim {p.head_dim} and {p.head_dim_v}": is_other, **_against_decode(p, (16, 32, 64), 128)})
+
+
+def _reads_entries(problem: Problem, tensors: Any) -> bool:
+    """Whether TMA can read the caches, the rows of all entries as if they were one tensor's, and copies the queries."""
+    t, maps = tensors, module("hopper.tensor_maps")
+    caches = [x for x in (t.k_cache, t.v_cache, t.row_scale) if x is not None]
+    queries = () if t.qv is None else (t.qv,) if t.rotary_cos is not None else (t.q, t.qv)
+    is_copied = all(stride % 16 == 0 for q in queries for stride in q.stride()[:-1])
+    rows = all(map(maps.is_one, (t.k_cache, t.v_cache)))
+    return rows and is_copied and t.cache_leftpad is None and all(map(maps.is_readable, caches))
+
+
+def _reads_prompts(problem: Problem, tensors: Any) -> bool:
+    """Whether queries, caches and the output are such that the forward can address them."""
+    t, maps = tensors, module("hopper.tensor_maps")
+    read = (t.k_cache, t.v_cache, t.out, *(() if t.rotary_cos is not None else (t.q,)))
+    if module("hopper.forward.config").gathers(problem):
+        # Where rows begin is counted in 32 bits, in units of 8 elements.
+        is_near = all(x.shape[0] * x.stride(0) < 8 * 2**31 for x in (t.k_cache, t.v_cache))
+    else:
+        is_near = maps.is_one(t.v_cache)
+    return t.cache_leftpad is None and is_near and all(x.numel() and maps.is_readable(x) for x in read)
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+_TILES, _MERGED = "TMA and WGMMA, warp-specialised and persistent, {}", "splits merged in the same launch"
+_LATENT = "TMA and WGMMA, warp-specialised, rows of keys and values read once, {}"
+_WIDE = f"TMA and WGMMA, warp-specialised, {{}}; {_MERGED}"
+KERNELS = (
+    SPLIT_FORWARD,
+    _Forward("big_heads", "forward", "hopper.big_heads", _TILES, "BigHeadsPlan", _is_big),
+    _Forward("forward", "forward", "hopper.forward", _TILES, "ForwardPlan"),
+    _Backward("big_backward", "backward", "hopper.big_backward", _TILES, "BigBackwardPlan", _is_big),
+    _Backward("backward", "backward", "hopper.backward", _TILES, "BackwardPlan"),
+    CachedKernel(
+        "latent rows", "decode", "hopper.latent", _LATENT, "", _is_latent, _against_latent, _reads_entries
+    ),
+    _Prompts(
+        "prompts", "decode", "hopper.forward", "the forward's kernel, TMA and WGMMA, {}", "", _is_prompt,
+        _against_forward, _reads_prompts,
+    ),
+    CachedKernel("wide groups", "decode", "hopper.decode", _WIDE, "", _is_wide, _against_wide, _reads_entries),
+    CachedKernel("decode", "decode", "gpu.decode", f"Triton with Hopper's tiles, {{}}; {_MERGED}"),
+    QuantizedKernel("quantized", "quantized", "hopper.quantized", _TILES, "QuantizedPlan"),
+)  # fmt: skip
+
+# What every direction has.
+_COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks"})
+_BOTH = _COMMON | {
+    "alibi", "chunk", "mask", "bias", "dropout", "deterministic", "intervals", "block_lists", "score_mod", "mask_mod",
+}  # fmt: skip
+_LISTS = (
+    Limit("block lists of blocks that are no multiples of 128", lambda p: any(n % 128 for n in p.listed[:2])),
+    Limit("block lists at head_dim past 256", lambda p: p.listed != () and _is_big(p)),
+)
+_OF_BACKWARD = (
+    Limit("interval masks or block lists by head, of grouped heads", lambda p: p.mask_mod.by_head and p.group_size > 1),
+    Limit(
+        "dropout at head_dim past 256 or with a score_mod",
+        lambda p: p.dropout_p > 0 and (_is_big(p) or p.score_function is not None),
+    ),
+    Limit(
+        "deterministic=True with interval masks or block lists",
+        lambda p: p.deterministic and (p.intervals or p.listed != ()),
+    ),
+)
+_FORWARD = Capabilities(
+    device_types=("cuda",),
+    dtypes=(torch.float16, torch.bfloat16),
+    max_head_dim=512,
+    head_dim_multiple=8,
+    nvidia=True,
+    slow_if_tiny=True,
+    min_compute_capability=(9, 0),
+    max_compute_capability=(9, 0),
+    features=_BOTH | {"bias_grad", "operand_grad"},
+    limits=_LISTS,
+)
+ABLE: dict[Direction, Capabilities] = {
+    "forward": _FORWARD,
+    "backward": dataclasses.replace(
+        _FORWARD, chain_rows=128, chain_head_dim=256, features=_BOTH, limits=_LISTS + _OF_BACKWARD
+    ),
+    "decode": dataclasses.replace(
+        _FORWARD, head_dim_multiple=1, slow_if_tiny=False, limits=(ODD_FLOAT8_CACHE,),
+        features=_COMMON
+        | {"alibi", "chunk", "unaligned", "pages", "float8_cache", "float8_rows", "tree_mask", "causal_each", "qv"},
+    ),
+    "quantized": dataclasses.replace(
+        _FORWARD, max_head_dim=256, dtypes=(FLOAT8,), head_dim_multiple=16, slow_if_tiny=False, features=_COMMON,
+        limits=(),
+    ),
+}  # fmt: skip
+
+BACKEND = GpuBackend(
+    name="hopper", summary="NVIDIA Hopper (compute capability 9.0)", able=ABLE, kernels=KERNELS, gluon=True
+)
