@@ -100,7 +100,8 @@ def hopper_configs(kernel: str, dims: tuple[int, int]) -> dict[str, Any]:
     """Configurations by name: warpgroups, whether tiles overlap ("lap"), whether a counter assigns them ("dyn")."""
     if kernel == "backward":
         widths = hopper_forward.width(dims[0]), hopper_forward.width(dims[1])
-        return {n: each for n, each in hopper_backward.VARIANTS.items() if (each.block_d, each.block_dv) == widths}
+        tiles = {n: each for n, each in vars(hopper_backward).items() if isinstance(each, hopper_backward.Config)}
+        return {n: each for n, each in tiles.items() if (each.block_d, each.block_dv) == widths}
     shapes = {"2g": hopper_forward.TWO_WARPGROUPS[dims]}
     if dims == (64, 64):
         shapes["3g"] = hopper_forward.THREE_WARPGROUPS_64

@@ -38,6 +38,7 @@ def in_order(probs: Any) -> Any:
 
 
 WORD = 2**32 - 1
+BACKWARD_TILES = {n: each for n, each in vars(backward_config).items() if isinstance(each, backward_config.Config)}
 
 
 def cipher_of(call: Any, b: Any, h: Any) -> Any:

@@ -137,26 +137,6 @@ BY_TMA_128 = replace(BASE_128, k_stages=1, dq_tma=True)
 # registers early.
 SHORT = 1024
 
-# What a machine with the chip should compare, by name; the first of each head_dim is what the table chooses.
-VARIANTS = {
-    "64 wide": WIDE_64,
-    "64 wide, 3 stages": replace(WIDE_64, stages=3, k_stages=1, v_stages=1),
-    "64 narrow": NARROW_64,
-    "64 by TMA": BY_TMA_64,
-    "96": BY_TMA_96,
-    "96, in order": BASE_96,
-    "128": BASE_128,
-    "128, 3 stages": THREE_STAGES_128,
-    "128 by TMA": BY_TMA_128,
-    "128 by gradient": BY_GRADIENT_128,
-    "160": BASE_160,
-    "192": BASE_192,
-    "192, 3 stages": replace(BASE_192, stages=3, k_stages=1),
-    "192 and 128": BASE_192_128,
-    "192 and 128, 128 keys": KEYS_192_128,
-    "256": BASE_256,
-}
-
 
 def in_chain(config: Config) -> Config:
     """The configuration of a chain's calls in its place, which take less time with it."""
