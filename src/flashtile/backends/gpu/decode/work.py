@@ -156,7 +156,7 @@ def work_of(span, sizing, call):
 def rest_of(spans, call):
     """The span of the rows past the last packed sequence, without tiles where ``spans`` have them.
 
-    Where it is not read it is ``spans``: None is no result of a function for Triton 3.6.
+    Where it is not read it is ``spans`` (``gpu.device``: results).
     """
     rest = spans
     if call.queries.cu_seqlens is not None and call.schedule.SEARCH >= 256:

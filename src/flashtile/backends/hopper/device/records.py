@@ -145,7 +145,7 @@ class Keys(NamedTuple):
         cu_seqlens: As there.
         length: As there; of a cache, its capacity.
         cache: ``Cache``, None if keys and values are tensors of their own.
-        CACHED: Whether they are in a cache: Triton 3.6 cannot ask whether a record is None that holds one.
+        CACHED: Whether they are in a cache (``gpu.device``: flags).
         OWN_LENGTHS: Whether sequences have different numbers of keys.
     """
 
