@@ -137,7 +137,7 @@ def with_kernels(
         (host, "interpret", run),
     ]
     if forward is not None:
-        patches.append((forward_config, "choose", lambda problem, *_: forward))
+        patches.append((forward_config, "choose", lambda problem, *_, **given: forward))
     if backward is not None:
         patches.append((backward_config, "choose", lambda problem: backward))
     forget_plans()

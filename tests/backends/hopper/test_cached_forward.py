@@ -17,7 +17,6 @@ from flashtile.backends.gpu import host
 from flashtile.backends.gpu.decode import launch as decode
 from flashtile.backends.gpu.decode.config import bounded
 from flashtile.backends.gpu.launch import lower
-from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper.decode.config import choose, describe, leaves_few, runs_forward
 from flashtile.backends.hopper.decode.launch import CachedPlan
 from flashtile.backends.hopper.forward import cached
@@ -227,7 +226,7 @@ def test_two_and_three_warpgroups_widen_to_the_same_bits(name: str) -> None:
     for plain in (tiles.two_warpgroups(64, 64), tiles.THREE_WARPGROUPS_64):
         config = tiles.with_helpers(problem, plain)
         assert config.widens and config.helper_warps == {2: 4, 3: 2}[config.num_warpgroups]
-        with on_cpu(seed=1, num_sms=1), poisoned_memory(), trial(hopper_forward=config):
+        with on_cpu(seed=1, num_sms=1, forward=config), poisoned_memory():
             lse = run(problem, tensors, None)
         found.append((tensors.out.clone(), lse))
     assert all(map(torch.equal, *found))
@@ -259,8 +258,10 @@ COMPILED = {
 def test_compiled_code(name: str) -> None:
     call = build(COMPILED[name], torch.bfloat16)
     problem = call.problem.but(device_type="cuda", compute_capability=(9, 0))
-    chosen = tiles.THREE_WARPGROUPS_64 if name == "three" else tiles.choose(problem, rows=call.tensors.q.shape[-3])
-    with hopper.on_cpu(Options(seed=len(name))), trial(hopper_forward=chosen):
+    chosen = tiles.choose(problem, rows=call.tensors.q.shape[-3])
+    if name == "three":
+        chosen = tiles.with_helpers(problem, tiles.THREE_WARPGROUPS_64)
+    with hopper.on_cpu(Options(seed=len(name)), forward=chosen):
         judge(call, "hopper")
 
 

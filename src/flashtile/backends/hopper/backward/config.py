@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashtile.backends.gpu.trial import tried
 from flashtile.backends.hopper.forward.config import (
     PRODUCER_REGISTERS,
     SHARED_BYTES,
@@ -145,8 +144,6 @@ def in_chain(config: Config) -> Config:
 
 def choose(problem: Problem) -> Config:
     """The configuration of a problem, from head_dims, transform, mask and length: never from the batch."""
-    if (held := tried("hopper_backward")) is not None:
-        return held
     width = width_of_tiles(max(problem.head_dim, problem.head_dim_v))
     reads_score_tensors = problem.mask or problem.bias_dtype is not None
     two_sided = problem.alibi and (problem.band.right is None or problem.band.right > 0)

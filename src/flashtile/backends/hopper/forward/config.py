@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.gpu.trial import tried
 from flashtile.call.problem import Problem
 from flashtile.mods.places import DEAR, tabulated
 
@@ -284,8 +283,6 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         score_bytes: What TMA can read of biases and masks, as in ``Config``; by default all, rows of their own.
         rows: Of the queries' tensor; by default all packed sequences are taken for long ones.
     """
-    if (held := tried("hopper_forward")) is not None:
-        return with_helpers(problem, held)
     rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = _two_warpgroups_of(problem, dims)
