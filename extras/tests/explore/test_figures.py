@@ -23,6 +23,7 @@ from flashtile.core.states import merge
 from flashtile_lab import analysis
 from flashtile_lab.analysis import AttentionShape, Blocks, LoopOrder
 from flashtile_lab.analysis.decode import DecodeShape, decode_cost, decode_splits
+from tests.backends.decode.rule import cut as cut_by_rule
 from tests.browser import Tab
 
 pytestmark = pytest.mark.slow
@@ -275,7 +276,7 @@ def test_a_decode_step_costs_what_analysis_says(opened: Tab, device: str) -> Non
         shape = DecodeShape(2**log, heads * group, heads, 128)
         cost, best = decode_cost(shape, record), decode_splits(shape, record, blocks)
         got = put(opened, "online", view="splits", **values, splits=min(64, best.splits))
-        splits, chunk = config.splitting.cut(2**log, group, 1, heads, config.block_n)
+        splits, chunk = cut_by_rule(config.splitting, 2**log, group, 1, heads, config.block_n)
         assert got["rule"] == {"splits": splits, "chunk": chunk}
         made = got["decode"]
         assert (made["read"], made["best"]) == (cost.kv_bytes, best.splits)

@@ -54,7 +54,7 @@ class Sizing(NamedTuple):
 
 @triton.jit
 def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
-    """Splits of a tile and keys of each; ``config.Splitting.cut`` is the same in Python.
+    """Splits of a tile and keys of each, by ``config.Splitting``'s numbers.
 
     Args:
         keys: That some row may keep.
