@@ -6,13 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 
 from benchmarks.cases import Case
 from benchmarks.session import NotTimedError
-from flashtile.backends.gpu.trial import trial
-from flashtile.backends.hopper.forward.config import Config, choose, two_warpgroups
+from flashtile.backends.hopper.forward import config as tiles
+from flashtile.backends.hopper.forward.config import Config, two_warpgroups
 from flashtile.call.problem import described
 from flashtile.ops import plans
 
@@ -33,13 +34,13 @@ def changed(attend: Callable[..., Tensor], case: Case, change: str) -> Callable[
     """A forward with such tiles; ``NotTimedError`` if they are the design's own."""
     facts: dict[str, Any] = {"device_type": "cuda", "dtype": case.torch_dtype, "band": case.band, "batch": case.batch}
     facts |= {name: getattr(case, name) for name in ("seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim")}
-    design = choose(described(**facts, head_dim_v=case.head_dim_v or case.head_dim))
+    design = tiles.choose(described(**facts, head_dim_v=case.head_dim_v or case.head_dim))
     config, kept = CHANGES[change](design), OrderedDict[Any, Any]()
     if config == design:
         raise NotTimedError("refused: so is the design")
 
     def attend_by(*tensors: Tensor) -> Tensor:
-        with trial(hopper_forward=config), plans.own_plans(kept):
+        with mock.patch.object(tiles, "choose", lambda *args, **given: config), plans.own_plans(kept):
             return attend(*tensors)
 
     return attend_by

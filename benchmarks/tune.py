@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -40,6 +41,7 @@ from flashtile.backends.portable import config as portable
 from flashtile.ops import plans
 
 KERNELS = {"hopper": ("forward", "backward"), "portable": ("forward", "dkdv", "dk", "dv", "dq")}
+HOPPER = {"forward": hopper_forward, "backward": hopper_backward}
 PEERS = ("fa3", "cudnn", "fa2")
 TABLE = "table"
 
@@ -78,8 +80,8 @@ class Candidate:
     def provider(self) -> str:
         return f"flashtile-{self.backend}"
 
-    def injected(self) -> AbstractContextManager[None]:
-        """Runs the kernel with these tiles; only this function knows what ``trial`` calls it."""
+    def injected(self) -> AbstractContextManager[Any]:
+        """Runs the kernel with these tiles; only this function knows how."""
         if self.name == TABLE:
             return contextlib.nullcontext()
         if self.backend == "portable":
@@ -88,7 +90,8 @@ class Candidate:
                 other = {"dk": "dv", "dv": "dk"}[self.kernel]
                 configs[other] = portable.Config.parse(PORTABLE[other, self.dims[0]].split(", ")[0])
             return trial(**configs)
-        return trial(**{f"hopper_{self.kernel}": hopper_configs(self.kernel, self.dims)[self.name]})
+        tiles = hopper_configs(self.kernel, self.dims)[self.name]
+        return mock.patch.object(HOPPER[self.kernel], "choose", lambda *args, **given: tiles)
 
     def run(self, call: Call) -> Outputs:
         """Calls with these tiles."""
@@ -100,7 +103,8 @@ def hopper_configs(kernel: str, dims: tuple[int, int]) -> dict[str, Any]:
     """Configurations by name: warpgroups, whether tiles overlap ("lap"), whether a counter assigns them ("dyn")."""
     if kernel == "backward":
         widths = hopper_forward.width(dims[0]), hopper_forward.width(dims[1])
-        return {n: each for n, each in hopper_backward.VARIANTS.items() if (each.block_d, each.block_dv) == widths}
+        tiles = {n: each for n, each in vars(hopper_backward).items() if isinstance(each, hopper_backward.Config)}
+        return {n: each for n, each in tiles.items() if (each.block_d, each.block_dv) == widths}
     shapes = {"2g": hopper_forward.TWO_WARPGROUPS[dims]}
     if dims == (64, 64):
         shapes["3g"] = hopper_forward.THREE_WARPGROUPS_64

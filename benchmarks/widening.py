@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -26,27 +27,29 @@ import flashtile
 from benchmarks import timing
 from benchmarks.session import numbers, words
 from benchmarks.steps import STEPS, StepCase
-from flashtile.backends.hopper.forward import config
+from flashtile.backends.hopper.forward import cached, config
+from flashtile.call.problem import Problem
 from flashtile.ops import plans
 
 HEADS = {64: (64, 8), 96: (32, 8), 128: (32, 8), 192: (16, 4), 256: (16, 4)}
 CELLS = {name: STEPS[name] for name in ("chunks", "prompts", "decode-prompt")} | {"long": ((16384, 16384),)}
-# What each way changes in ``forward.config.WIDENING`` of two warpgroups; ``chosen`` may be of three.
-WAYS: dict[str, dict[str, Any]] = {
-    "chosen": {},
-    "in place": {},
-    "two warps": {"widen_warps": 2, "widen_registers": 56, "registers": 224, "max_registers": 168},
-    "apart": {"widen_stages": 1, "q_stages": 1, "overlap": False},
-    "in turns": {"pingpong": True},
-}
+# What each way changes in the tiles that are chosen.
+WAYS: dict[str, dict[str, Any]] = {"chosen": {}, "in turns": {"pingpong": True}}
 
 
 @contextlib.contextmanager
 def way_of(name: str) -> Iterator[None]:
     """Within, calls are planned as one of WAYS, or ``decode``, says."""
-    tiles = config.WIDENING if name == "chosen" else {2: config.WIDENING[2] | WAYS.get(name, {})}
-    widening = mock.patch.object(config, "WIDENING", tiles)
-    with widening, mock.patch.object(config, "WIDENS", name != "decode"), plans.own_plans(OrderedDict()):
+    choose, reasons = config.choose, cached.reasons
+
+    def chosen(*args: Any, **given: Any) -> config.Config:
+        return dataclasses.replace(choose(*args, **given), **WAYS.get(name, {}))
+
+    def against(problem: Problem) -> list[str]:
+        return [*reasons(problem), *(["8 bits"] if name == "decode" and config.widens(problem) else [])]
+
+    changes = mock.patch.object(config, "choose", chosen), mock.patch.object(cached, "reasons", against)
+    with changes[0], changes[1], plans.own_plans(OrderedDict()):
         yield
 
 

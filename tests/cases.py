@@ -24,6 +24,7 @@ from flashtile.masks import Intervals
 from flashtile.ops import dispatch
 from tests.intervals import drawn_mask
 from tests.poison import poisoned_memory
+from tests.problems import banded_problem
 from tests.rule import Yardstick, assert_close
 
 
@@ -309,7 +310,7 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
     read = tensors
     if case.layout == "last_dim_strided":
         read = replace(tensors, **{name: data[name].contiguous() for name in "qkv"})
-    problem = Problem.build(
+    problem = banded_problem(
         read,
         replace(band_of(case.causal, case.window), chunk=case.chunk),
         softmax_scale=case.scale,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flashtile.call.arguments import Tensors
 from flashtile.call.backend import Backend
-from flashtile.call.problem import Problem
 from flashtile.core import philox
 from flashtile.core.masks import Band, Origin
+from tests.problems import banded_problem
 from tests.rule import assert_close
 
 _STATE = torch.tensor([2**40 + 5, 2**33 + 6])
@@ -68,7 +68,7 @@ def judge_parts(
         "rng_state": _STATE if dropout else None, "origins": torch.tensor(origins, dtype=torch.int32),
     }  # fmt: skip
     tensors = Tensors(**{name: None if each is None else each.to(device) for name, each in given.items()})  # type: ignore[arg-type]
-    problem = Problem.build(tensors, Band(), needs_grad=True, dropout_p=_P if dropout else 0.0)
+    problem = banded_problem(tensors, Band(), needs_grad=True, dropout_p=_P if dropout else 0.0)
     dout = torch.randn(tensors.q.shape, generator=make).to(dtype)
     out, lse = backend.plan("forward", problem, tensors)(tensors)
     there = dout.to(device)

@@ -14,6 +14,7 @@ from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Band
 from flashtile.core.states import Partial
 from tests.cases import Call, Case, assert_forward_right, build
+from tests.problems import banded_problem
 
 # Keys counted from each sequence's end at which it is cut: each piece has its band at an offset of its own.
 CHAINS: tuple[tuple[Case, tuple[int, ...]], ...] = (
@@ -78,7 +79,7 @@ def piece(call: Call, start: int | None, stop: int, *, has_sinks: bool) -> tuple
     left, right = (None if x is None else x + by for x, by in ((band.left, -stop), (band.right, stop)))
     longest = {f"max_seqlen_{x}": n for x, n in (("q", p.seqlen_q), ("k", max(j - i for i, j in spans)))}
     lengths_known = longest if p.varlen else {}
-    made = Problem.build(t, Band(left, right), softmax_scale=p.softmax_scale, softcap=p.softcap, **lengths_known)
+    made = banded_problem(t, Band(left, right), softmax_scale=p.softmax_scale, softcap=p.softcap, **lengths_known)
     return made, t
 
 
@@ -150,7 +151,7 @@ def judge_rows_without_keys(backend: Backend, dtype: torch.dtype, band: Band, de
         Tensors(q, k, v, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1]),
         Tensors(q, k[:0], v[:0], cu_seqlens_q=bounds[0], cu_seqlens_k=torch.zeros_like(bounds[1])),
     ):
-        problem = Problem.build(tensors, band).but(out_dtype=torch.float32)
+        problem = banded_problem(tensors, band).but(out_dtype=torch.float32)
         out, lse = backend.plan("forward", problem, tensors)(tensors, partial)
         kept = without if len(tensors.k) else torch.ones_like(without)
         assert torch.equal(lse[:, kept], partial.lse[:, kept])

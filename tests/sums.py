@@ -14,6 +14,7 @@ from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Band
 from tests.cases import Case, assert_right, build
 from tests.partials import key_places, lse_as, piece
+from tests.problems import banded_problem
 
 _NAMES = ("dq", "dk", "dv")
 # Of the largest number: a unit in float32's last place, and what float32 sums in another order may differ by.
@@ -107,7 +108,7 @@ def judge_gaps(backend: Backend, dtype: torch.dtype, band: Band, *, head_dim: in
     q, k, v, dout = normal(rows, 4, dtype), normal(keys, 2, dtype), normal(keys, 2, dtype), normal(rows, 4, dtype)
     dout[~is_row] = k[~is_key] = v[~is_key] = torch.nan
     t = Tensors(q, k, v, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
-    problem = Problem.build(t, band, needs_grad=True, deterministic=True)
+    problem = banded_problem(t, band, needs_grad=True, deterministic=True)
     out, lse = backend.plan("forward", problem, t)(t)
     # Of all keys: the rows have others in other calls.
     lse = torch.where(lse == -torch.inf, 0.5, lse)

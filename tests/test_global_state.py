@@ -12,7 +12,7 @@ from torch import Tensor
 import flashtile
 from flashtile import reference
 from flashtile.backends.cpu import plan
-from flashtile.call.problem import Problem, Tensors
+from flashtile.call.problem import Tensors
 from flashtile.compat.bert_padding import pad_input, unpad_input
 from flashtile.compat.flash_attn_2 import flash_attn_varlen_func
 from flashtile.compat.rotary import apply_rotary_emb
@@ -21,6 +21,7 @@ from flashtile.nn import MultiheadAttention, RotaryEmbedding
 from flashtile.ops import plans
 from flashtile_lab.examples import char_gpt
 from tests.cases import CASES, Call, build
+from tests.problems import banded_problem
 
 
 @contextmanager
@@ -129,7 +130,7 @@ def around() -> list[Tensor]:
         RotaryEmbedding(8)(x, 3, cu),
         apply_rotary_emb(x, cos, sin, seqlen_offsets=2, cu_seqlens=cu, max_seqlen=4),
         pad_input(flash_attn_varlen_func(rows, rows, rows, bounds, bounds, longest, longest), indices, 2, 3),
-        reference.attention(Problem.build(dense, Band(2, 0)), dense)[0],
+        reference.attention(banded_problem(dense, Band(2, 0)), dense)[0],
         *flashtile.merge_states(x, normal(2, 7), x, normal(2, 7)),
         *char_gpt.batch_of(torch.arange(100, device="cpu"), 12, 3, make),
     ]

@@ -14,6 +14,7 @@ from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Band
 from flashtile.masks import Intervals
 from tests.intervals import KINDS, dense, drawn_mask
+from tests.problems import banded_problem
 
 
 def qkv(batch: int, seqlen_q: int, seqlen_k: int, heads: int = 2, **how: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,7 +163,7 @@ def test_where_there_are_no_intervals_a_call_is_refused() -> None:
 def problem_of(made: Intervals, seqlen: int, **more: Any) -> tuple[Problem, Tensors]:
     q, k, v = qkv(1, seqlen, seqlen)
     t = Tensors(q, k, v, row_keys=made.row_keys, key_rows=made.key_rows)
-    return Problem.build(t, Band(), mirrored=made.mirrored, **more), t
+    return banded_problem(t, Band(), mirrored=made.mirrored, **more), t
 
 
 def visited(made: Intervals, seqlen: int, block: int, over_keys: bool) -> tuple[int, int]:

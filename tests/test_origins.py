@@ -12,6 +12,7 @@ from flashtile.call.problem import Problem
 from flashtile.core.masks import Band
 from flashtile.ops import dispatch
 from tests.origins import judge_parts
+from tests.problems import banded_problem
 
 
 @pytest.mark.parametrize(("dropout", "alibi"), [(True, False), (False, True), (True, True)])
@@ -34,7 +35,7 @@ def test_hopper_refuses_parts_and_dense_calls_have_none() -> None:
     q, bounds = torch.zeros(8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
     origins = torch.zeros(1, 6, dtype=torch.int32)
     packed = Tensors(q, q, q, cu_seqlens_q=bounds, cu_seqlens_k=bounds, origins=origins)
-    problem = Problem.build(packed, Band(), needs_grad=True)
+    problem = banded_problem(packed, Band(), needs_grad=True)
     for direction in ("forward", "backward"):
         assert "no positions of a longer sequence (context parallel with dropout or ALiBi)" in dispatch.reasons(
             "hopper", problem, direction
@@ -44,4 +45,4 @@ def test_hopper_refuses_parts_and_dense_calls_have_none() -> None:
         Problem.of(Tensors(*(x[None] for x in (q, q, q)), origins=origins), Options())
     for wrong in (origins[:, :5], origins.expand(2, -1), origins.long()):
         with pytest.raises(InvalidInputError, match="^origins: "):
-            Problem.build(Tensors(q, q, q, cu_seqlens_q=bounds, cu_seqlens_k=bounds, origins=wrong), Band())
+            banded_problem(Tensors(q, q, q, cu_seqlens_q=bounds, cu_seqlens_k=bounds, origins=wrong), Band())

@@ -19,10 +19,11 @@ import flashtile
 from flashtile import InvalidInputError, UnsupportedError, masks
 from flashtile.api.keywords import CacheKeywords, Keywords
 from flashtile.call import problem
-from flashtile.call.problem import Problem, Tensors
+from flashtile.call.problem import Tensors
 from flashtile.core import settings
 from flashtile.core.masks import Band
 from flashtile.ops import dispatch, plans
+from tests.problems import banded_problem
 
 Q = torch.randn(2, 5, 4, 8)
 K = torch.randn(2, 7, 2, 8)
@@ -265,7 +266,7 @@ def test_backends_is_the_function_and_not_the_package() -> None:
 def test_nobody_supports_it() -> None:
     meta = Q.to("meta")
     with pytest.raises(UnsupportedError) as caught:
-        dispatch.select(Problem.build(Tensors(meta, meta, meta), Band()))
+        dispatch.select(banded_problem(Tensors(meta, meta, meta), Band()))
     assert set(caught.value.reasons) == set(flashtile.backends())
     assert all(caught.value.reasons.values())
 

@@ -107,15 +107,16 @@ def attend(capability: Capability, **options: Any) -> None:
     """The launches of a forward and a backward of a described call, without results."""
     from dataclasses import replace
 
-    from flashtile.call.problem import Problem, Tensors
+    from flashtile.call.problem import Tensors
     from flashtile.core.masks import Band
     from flashtile.ops import dispatch
+    from tests.problems import banded_problem
 
     backend, dtype = options.pop("backend", None), options.pop("dtype", torch.float16)
     shape, causal = options.pop("shape"), options.pop("causal", False)
     x = torch.zeros(shape, dtype=dtype)
     tensors = Tensors(x, x.clone(), x.clone())
-    made = Problem.build(tensors, Band(None, 0) if causal else Band(), needs_grad=True)
+    made = banded_problem(tensors, Band(None, 0) if causal else Band(), needs_grad=True)
     problem = replace(made, device_type="cuda", compute_capability=capability)
     out, lse = dispatch.select(problem, "forward", backend).plan("forward", problem, tensors)(tensors)
     dout = torch.zeros_like(out)

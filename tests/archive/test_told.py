@@ -27,6 +27,7 @@ from flashtile.cli import build as command
 from flashtile.core.masks import Band
 from flashtile.ops import dispatch, plans
 from tests.archive.machine import Driver, attend, present
+from tests.problems import banded_problem
 
 pytest.importorskip("triton")
 
@@ -72,7 +73,7 @@ def _with(monkeypatch: pytest.MonkeyPatch, *places: Path) -> None:
 def _call() -> tuple[Problem, Tensors]:
     x = torch.zeros(2, 300, 4, 64, dtype=torch.float16)
     tensors = Tensors(x, x.clone(), x.clone())
-    problem = Problem.build(tensors, Band(None, 0), needs_grad=True)
+    problem = banded_problem(tensors, Band(None, 0), needs_grad=True)
     return replace(problem, device_type="cuda", compute_capability=SM_80), tensors
 
 

@@ -23,6 +23,7 @@ from flashtile_lab.kernels import decode
 from flashtile_lab.kernels.decode import described_call
 from tests.fuzz.constants import forgotten
 from tests.fuzz.launches import recorded
+from tests.problems import banded_problem
 
 
 def launches(
@@ -125,7 +126,7 @@ def test_warm_up_builds_what_a_call_starts(backend: str, call: dict[str, Any]) -
     if direction == "forward":
         q, k = (torch.empty(2, n, heads, 64, dtype=torch.bfloat16, device="meta") for n, heads in ((3, 8), (2048, 2)))
         tensors = Tensors(q, k, k)
-        problem = Problem.build(tensors, Band()).but(device_type="cuda", compute_capability=(9, 0))
+        problem = banded_problem(tensors, Band()).but(device_type="cuda", compute_capability=(9, 0))
     else:
         problem, tensors = described_call((9, 0), **call)
     with recorded((9, 0)) as started:

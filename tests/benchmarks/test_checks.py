@@ -6,7 +6,8 @@ import torch
 from benchmarks.cases import Case, Inputs, make_inputs
 from benchmarks.checks import Reference, poison, probes
 from flashtile import reference
-from flashtile.call.problem import Problem, Tensors
+from flashtile.call.problem import Tensors
+from tests.problems import banded_problem
 
 CPU = torch.device("cpu")
 CASES = [
@@ -29,7 +30,7 @@ def oracle(case: Case, inputs: Inputs) -> tuple[torch.Tensor, ...]:
     tensors = Tensors(*leaves, **bounds, attn_bias=bias, sinks=sinks)
     packed = case.lengths is not None
     lengths = {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k} if packed else {}
-    out, _ = reference.attention(Problem.build(tensors, case.band, softcap=case.softcap, **lengths), tensors)
+    out, _ = reference.attention(banded_problem(tensors, case.band, softcap=case.softcap, **lengths), tensors)
     if case.direction == "forward":
         return (out.detach(),)
     return torch.autograd.grad(out, leaves, inputs.dout.double())

@@ -13,10 +13,11 @@ import flashtile
 from flashtile.backends.gpu import host
 from flashtile.backends.portable.backward import launch
 from flashtile.call.arguments import band_of
-from flashtile.call.problem import Problem, Tensors
+from flashtile.call.problem import Tensors
 from flashtile.ops import dispatch, plans
 from tests.cases import CASES, Case, build, judge, one_sign
 from tests.poison import poisoned_memory
+from tests.problems import banded_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -133,7 +134,7 @@ def test_large_in_float32(case: Case) -> None:
 
 
 def _can(backend: str, q: torch.Tensor, *, grad: bool = False, varlen: bool = False, **keywords: Any) -> bool:
-    problem = Problem.build(Tensors(q, q, q), band_of(keywords.get("causal", False), keywords.get("window_size")))
+    problem = banded_problem(Tensors(q, q, q), band_of(keywords.get("causal", False), keywords.get("window_size")))
     problem = problem.but(varlen=varlen, softcap=keywords.get("softcap", 0.0), needs_grad=grad)
     return not dispatch.reasons(backend, problem, "backward" if grad else "forward")
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from flashtile.backends import hopper as hopper_backend
-from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward import launch
 from flashtile.backends.hopper.quantized import config as quantized_config
@@ -79,10 +78,7 @@ def test_compiled_kernels_under_the_rule(case: Case, at_wait: bool) -> None:
 def test_queries_in_registers(at_wait: bool) -> None:
     """As long calls have them."""
     case = Case("full", batch=1, seqlen_q=200, seqlen_k=270, heads=1, kv_heads=1, head_dim=96)
-    with (
-        trial(hopper_forward=tiles.HELD_96),
-        hopper.on_cpu(Options(seed=3, product_at_wait=at_wait, strict_fences=True), 1),
-    ):
+    with hopper.on_cpu(Options(seed=3, product_at_wait=at_wait, strict_fences=True), 1, forward=tiles.HELD_96):
         judge(build(case, torch.bfloat16), "hopper")
 
 
@@ -126,7 +122,7 @@ def test_ways_to_products_of_8_bits(case: QuantizedCase, way: dict[str, Any]) ->
     for each in (tiles, dataclasses.replace(tiles, **way)):
         # Plans are forgotten where a machine begins.
         options = Options(seed=3, product_at_wait=True, strict_fences=True)
-        with hopper.on_cpu(options, 2), trial(hopper_quantized=each):
+        with hopper.on_cpu(options, 2), mock.patch.object(quantized_config, "choose", return_value=each):
             quantization.judge(call, "hopper")
             lses.append(call.run("hopper")[1])
     plain, lse = lses

@@ -32,7 +32,7 @@ _FIGURES: dict[str, tuple[tuple[str, str | None], ...]] = {
         ("backends/gpu/device/softmax.py", "update"), ("backends/gpu/device/softmax.py", "raise_max"),
         ("backends/gpu/device/softmax.py", "finalise"), ("backends/gpu/device/softmax.py", "merge"),
         ("core/states.py", "merge"),
-        ("backends/gpu/decode/config.py", "Splitting.cut"), ("analysis/decode.py", "decode_splits"),
+        ("backends/gpu/decode/work.py", "cut"), ("analysis/decode.py", "decode_splits"),
     ),
     "backward": (
         ("backends/gpu/device/softmax.py", "lse_log2_of"), ("backends/cpu/backward.py", "_add_tile_shares"),

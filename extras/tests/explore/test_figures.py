@@ -16,14 +16,16 @@ from extras.tests.explore.moving import evaluated, put
 from flashtile import reference
 from flashtile.backends.gpu.decode import config as decode
 from flashtile.call.arguments import band_of
-from flashtile.call.problem import Problem, Tensors, described
+from flashtile.call.problem import Tensors, described
 from flashtile.cli import main
 from flashtile.core.masks import Band
 from flashtile.core.states import merge
 from flashtile_lab import analysis
 from flashtile_lab.analysis import AttentionShape, Blocks, LoopOrder
 from flashtile_lab.analysis.decode import DecodeShape, decode_cost, decode_splits
+from tests.backends.decode.rule import cut as cut_by_rule
 from tests.browser import Tab
+from tests.problems import banded_problem
 
 pytestmark = pytest.mark.slow
 
@@ -171,7 +173,7 @@ def exact_attention(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor,
     """Out, lse and gradients of a figure's inputs by ``flashtile.reference``."""
     q, k, v, dout = (torch.tensor(inputs[name], dtype=torch.float64)[None, :, None] for name in ("q", "k", "v", "dout"))
     tensors = Tensors(*(x.requires_grad_() for x in (q, k, v)))
-    problem = Problem.build(tensors, band_of(False, None), needs_grad=True)
+    problem = banded_problem(tensors, band_of(False, None), needs_grad=True)
     out, lse = reference.attention(problem, tensors)
     grads = torch.autograd.grad(out, [q, k, v], dout)
     return out[0, :, 0].detach(), lse[0, 0].detach(), [g[0, :, 0] for g in grads]
@@ -275,7 +277,7 @@ def test_a_decode_step_costs_what_analysis_says(opened: Tab, device: str) -> Non
         shape = DecodeShape(2**log, heads * group, heads, 128)
         cost, best = decode_cost(shape, record), decode_splits(shape, record, blocks)
         got = put(opened, "online", view="splits", **values, splits=min(64, best.splits))
-        splits, chunk = config.splitting.cut(2**log, group, 1, heads, config.block_n)
+        splits, chunk = cut_by_rule(config.splitting, 2**log, group, 1, heads, config.block_n)
         assert got["rule"] == {"splits": splits, "chunk": chunk}
         made = got["decode"]
         assert (made["read"], made["best"]) == (cost.kv_bytes, best.splits)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile.call.arguments import DTYPES as DTYPES
-from flashtile.call.arguments import TENSORS, Grads, Options, differentiable, grads_of
+from flashtile.call.arguments import TENSORS, Grads, Options
 from flashtile.call.arguments import Tensors as Tensors
 from flashtile.call.axes import Axes, checked_kinds, is_aligned, is_packed, packed_lengths, warned_of_heads_first
 from flashtile.core.errors import InvalidInputError
@@ -275,16 +275,6 @@ class Problem:
         made = object.__new__(Problem)
         vars(made).update(vars(self), batch=batch, queries=queries, keys=keys, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
         return made
-
-    @classmethod
-    def build(
-        cls, tensors: Tensors, band: Band, *, needs_grad: bool = False, bias_grad: bool = False, **options: Any
-    ) -> Problem:
-        """Like ``of``, from a Band, gradients of all inputs but the bias or of none, and fields of ``Options``."""
-        given = [needs_grad and x is not None for x in differentiable(tensors)]
-        grads = grads_of("grads", given)._replace(bias=bias_grad)
-        options |= {"window_left": band.left, "window_right": band.right, "attention_chunk": band.chunk}
-        return cls.of(tensors, Options(grads=grads, **options))
 
 
 def checked_problem(t: Any, o: Any, sizes: dict[str, int], keys_values: tuple[Tensor, Tensor], **own: Any) -> Problem:

@@ -251,5 +251,5 @@ def _is_plain(node: Node) -> bool:
 
 
 def _tuple(values: Sequence[str]) -> str:
-    # A function of Gluon in Triton 3.6 may not return nothing, and a tuple in a record has no Python number.
+    # A number stands for nothing (``gpu.device``: results); a tuple in a record has no Python number.
     return f"({''.join(f'{x}, ' for x in values).rstrip()})" if values else "(tl.cast(0, tl.int32),)"

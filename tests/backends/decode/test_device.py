@@ -11,6 +11,7 @@ import triton.language as tl
 
 from flashtile.backends.gpu.decode import append, call, eight_bit, work
 from flashtile.backends.gpu.decode.config import Splitting
+from tests.backends.decode.rule import cut
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def test_cut_is_the_rule_of_the_host() -> None:
                 rule.most_slots, rule.long_keys, rule.fewest_of_long, 64,
             )  # fmt: skip
             want = [
-                rule.cut(k, r, -(-r // 64), heads, block_n) for k, r in zip(keys.tolist(), rows.tolist(), strict=True)
+                cut(rule, k, r, -(-r // 64), heads, block_n) for k, r in zip(keys.tolist(), rows.tolist(), strict=True)
             ]
             assert [tuple(pair) for pair in out.T.tolist()] == want
 

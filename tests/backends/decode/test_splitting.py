@@ -13,6 +13,7 @@ from flashtile.backends.gpu.decode.config import Config, Splitting
 from flashtile.backends.gpu.decode.launch import Bounds
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import SequenceLayout, described
+from tests.backends.decode.rule import cut
 
 RULES = [Splitting(), Splitting(fewest_of_long=256), Splitting(264, 128, 1024), Splitting(8, 16, 64, 8),
          Splitting(132, 64, 2048, 16, 640), Splitting(8, 128, 512, most_slots=8192, long_keys=2**16)]  # fmt: skip
@@ -25,7 +26,7 @@ def test_cut_covers_the_keys_and_keeps_its_bound(rule: Splitting, rows: int, hea
     for capacity in (0, 1, 63, 64, 65, 1000, 4096, 70_000, 300_000):
         bound = rule.bound(capacity, rows, tiles, heads)
         for keys in {0, 1, capacity // 3, capacity // 2 + 1, max(capacity - 1, 0), capacity}:
-            splits, chunk = rule.cut(keys, rows, tiles, heads, block_n)
+            splits, chunk = cut(rule, keys, rows, tiles, heads, block_n)
             assert chunk % block_n == 0
             assert (splits - 1) * chunk < max(keys, 1) <= splits * chunk
             assert 1 <= splits <= bound
@@ -53,7 +54,7 @@ def test_packed_calls_stay_within_their_bounds(
     for keys, queries in [*sequences, (0, spare)]:
         rows = queries * group
         tiles = -(-rows // config.block_m)
-        splits, _ = rule.cut(keys, rows, tiles, heads, config.block_n)
+        splits, _ = cut(rule, keys, rows, tiles, heads, config.block_n)
         items += heads * tiles * splits
         slots += heads * rows * splits if splits > 1 else 0
     assert items <= bounds.items
@@ -63,7 +64,7 @@ def test_packed_calls_stay_within_their_bounds(
 def test_a_sequence_decides_alone() -> None:
     """The rule has no argument that another sequence could change."""
     rule = Splitting()
-    counts = [rule.cut(keys, 4, 1, 8, 64)[0] for keys in range(0, 40_000, 500)]
+    counts = [cut(rule, keys, 4, 1, 8, 64)[0] for keys in range(0, 40_000, 500)]
     assert counts[0] == 1
     assert max(counts) > 8
-    assert all(rule.cut(n, 4, 1, 8, 64)[0] <= rule.bound(40_000, 4, 1, 8) for n in range(0, 40_000, 777))
+    assert all(cut(rule, n, 4, 1, 8, 64)[0] <= rule.bound(40_000, 4, 1, 8) for n in range(0, 40_000, 777))

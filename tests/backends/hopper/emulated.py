@@ -37,6 +37,7 @@ def in_order(probs: Any) -> Any:
 
 
 WORD = 2**32 - 1
+BACKWARD_TILES = {n: each for n, each in vars(backward_config).items() if isinstance(each, backward_config.Config)}
 
 
 def cipher_of(call: Any, b: Any, h: Any) -> Any:
@@ -132,7 +133,7 @@ def with_kernels(
         (host, "interpret", run),
     ]
     if forward is not None:
-        patches.append((forward_config, "choose", lambda problem, *_: forward))
+        patches.append((forward_config, "choose", lambda problem, *_, **given: forward))
     if backward is not None:
         patches.append((backward_config, "choose", lambda problem: backward))
     forget_plans()

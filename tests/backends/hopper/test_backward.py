@@ -14,14 +14,14 @@ from flashtile.backends.hopper.backward import config as backward_tiles
 from flashtile.backends.hopper.backward import launch, workspace
 from flashtile.core.masks import Band
 from flashtile_lab.kernels.hopper import _problem
-from tests.backends.hopper.emulated import on_cpu
+from tests.backends.hopper.emulated import BACKWARD_TILES, on_cpu
 from tests.cases import Case, build, judge
 
 
 @pytest.mark.one_in(50)
-@pytest.mark.parametrize("name", backward_tiles.VARIANTS)
+@pytest.mark.parametrize("name", BACKWARD_TILES)
 def test_every_variant(name: str) -> None:
-    config = backward_tiles.VARIANTS[name]
+    config = BACKWARD_TILES[name]
     dim, dim_v = config.block_d - 8, config.block_dv - 8
     for case in (
         Case("causal", batch=1, seqlen_q=210, seqlen_k=270, head_dim=dim, head_dim_v=dim_v, causal=True, kv_heads=1),

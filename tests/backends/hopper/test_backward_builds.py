@@ -6,11 +6,11 @@ import dataclasses
 import subprocess
 import tempfile
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 
-from flashtile.backends.gpu.trial import trial
 from flashtile.call.problem import described
 from flashtile.core.masks import Band
 from flashtile_lab.kernels import report as builds
@@ -21,6 +21,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.hopper.backward import config as backward_tiles
 from flashtile_lab.kernels import hopper as hopper_builds
+from tests.backends.hopper.emulated import BACKWARD_TILES
 
 BUILDS = [build for build in hopper_builds.builds("sm_90a") if build.direction.startswith("backward")]
 SWEEPS = [build for build in BUILDS if build.name == "attention_backward"]
@@ -163,15 +164,15 @@ def test_the_assembler_adds_no_wait_for_a_product(build: KernelBuild, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", backward_tiles.VARIANTS)
+@pytest.mark.parametrize("name", BACKWARD_TILES)
 def test_every_variant_builds(name: str) -> None:
-    config = backward_tiles.VARIANTS[name]
+    config = BACKWARD_TILES[name]
     problem = described(
         device_type="cuda", compute_capability=(9, 0), dtype=torch.bfloat16, batch=1, seqlen_q=512, seqlen_k=512,
         num_heads_q=2, num_heads_kv=1, head_dim=config.block_d, head_dim_v=config.block_dv, band=Band(None, 0),
         softmax_scale=0.1, needs_grad=True,
     )  # fmt: skip
-    with trial(hopper_backward=config):
+    with mock.patch.object(backward_tiles, "choose", return_value=config):
         build = hopper_builds.builds_of(problem, "backward")[1]
     assert builds.compile_build(build, "sm_90a").problems == []
 

@@ -13,7 +13,6 @@ pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends import hopper
 from flashtile.backends.gpu.described import described_tensors
-from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper.big_backward import config, launch
 from flashtile.backends.hopper.forward.config import SHARED_BYTES
 from flashtile.call.problem import described
@@ -167,6 +166,3 @@ def test_every_width_fits(head_dim: int) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="more shared memory"):
         config.Config(block_d=640, block_dv=640)
-    held = config.Config(block_d=320, block_dv=320, registers=208)
-    with trial(hopper_big_backward=held):
-        assert config.choose(described(device_type="cuda", dtype=torch.bfloat16, seqlen_q=9, seqlen_k=9)) is held

@@ -17,7 +17,6 @@ from flashtile.backends.gpu import host
 from flashtile.backends.gpu.decode import launch as decode
 from flashtile.backends.gpu.decode.config import bounded
 from flashtile.backends.gpu.launch import lower
-from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper import BACKEND
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as tiles
@@ -218,49 +217,22 @@ def judge_bits(case: CacheCase, seed: int, leaves: tuple[int, int] | None) -> No
     assert not case.spare or not tensors.out[at:].any()
 
 
-# Tiles in place of the chosen ones: two warps beside the producer, and buffers of their own for blocks of 8 bits.
-WAYS: dict[str, dict[str, int]] = {
-    "two_warps": {"widen_warps": 2, "widen_registers": 56, "registers": 224, "max_registers": 168},
-    "apart": {"widen_stages": 1, "q_stages": 1, "overlap": False},
-    "two_apart": {"widen_stages": 2, "stages": 2},
-    "three": {},
-}
-
-
-def in_way(config: tiles.Config, way: str) -> tiles.Config:
-    """Tiles of two warpgroups in one of WAYS, or those of three."""
-    if way == "three":
-        return replace(tiles.THREE_WARPGROUPS_64, **tiles.WIDENING[3])
-    return replace(config, **WAYS.get(way, {}))
-
-
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [*((way, "eight_bits_by_head") for way in WAYS), ("two_warps", "eight_bits"), ("apart", "eight_bits")],
-)
-def test_every_way_to_widen_gives_the_same_bits(way: str, name: str) -> None:
+@pytest.mark.parametrize("name", ["eight_bits_by_head", "eight_bits"])
+def test_two_and_three_warpgroups_widen_to_the_same_bits(name: str) -> None:
     problem, tensors = call_of(CASES[name])
-    chosen = tiles.choose(problem, rows=tensors.q.shape[-3])
     found = []
-    for config in (chosen, in_way(chosen, way)):
-        with on_cpu(seed=1, num_sms=1), poisoned_memory(), trial(hopper_forward=config):
+    for plain in (tiles.two_warpgroups(64, 64), tiles.THREE_WARPGROUPS_64):
+        config = tiles.with_helpers(problem, plain)
+        assert config.widens and config.helper_warps == {2: 4, 3: 2}[config.num_warpgroups]
+        with on_cpu(seed=1, num_sms=1, forward=config), poisoned_memory():
             lse = run(problem, tensors, None)
         found.append((tensors.out.clone(), lse))
     assert all(map(torch.equal, *found))
 
 
-def test_tiles_that_do_not_widen_are_refused_for_8_bits_and_the_reverse() -> None:
-    eight, sixteen = (call_of(CASES[name]) for name in ("eight_bits", "rows"))
-    for call, other in ((eight, sixteen), (sixteen, eight)):
-        with trial(hopper_forward=tiles.choose(other[0])), pytest.raises(ValueError, match="over a cache of others"):
-            cached.cached_launch(*call)
-    with pytest.raises(ValueError, match="beside two warpgroups"):
-        replace(tiles.THREE_WARPGROUPS_64, **tiles.WIDENING[2])
-
-
 # Layouts, swizzles, races of warps and accesses outside of memory. In 16 bits: pages of one and of half a block of 128
-# keys, and of one and four of 64, with lengths at their ends. In 8: each width, kind of scale and way.
+# keys, and of one and four of 64, with lengths at their ends. In 8: each width, kind of scale and number of warpgroups.
 COMPILED = {
     "pages_of_256": case_of(((256, 66), (512, 66)), heads=2, page_size=256, head_dim=128),
     "pages_of_64": case_of(((64, 66), (128, 66)), heads=2, page_size=64, head_dim=128),
@@ -275,8 +247,7 @@ COMPILED = {
     "192": case_of(((140, 66), (64, 3)), float8="none", heads=2, page_size=32, head_dim=192, packed=True, spare=2,
                     sinks=True),
     "256": case_of(((140, 66),), float8="eh", heads=2, page_size=128, head_dim=256),
-    "two_warps": case_of(((300, 66),), float8="eh", heads=2, page_size=256, head_dim=128, **WINDOW),
-    "apart": case_of(((140, 66), (30, 66)), float8="eh", heads=2, entries=True, head_dim=128),
+    "window": case_of(((300, 66),), float8="eh", heads=2, page_size=256, head_dim=128, **WINDOW),
     "three": case_of(((300, 200), (30, 2)), float8="eh", heads=1, page_size=16, packed=True),
 }  # fmt: skip
 
@@ -286,8 +257,10 @@ COMPILED = {
 def test_compiled_code(name: str) -> None:
     call = build(COMPILED[name], torch.bfloat16)
     problem = call.problem.but(device_type="cuda", compute_capability=(9, 0))
-    chosen = in_way(tiles.choose(problem, rows=call.tensors.q.shape[-3]), name)
-    with hopper.on_cpu(Options(seed=len(name))), trial(hopper_forward=chosen):
+    chosen = tiles.choose(problem, rows=call.tensors.q.shape[-3])
+    if name == "three":
+        chosen = tiles.with_helpers(problem, tiles.THREE_WARPGROUPS_64)
+    with hopper.on_cpu(Options(seed=len(name)), forward=chosen):
         judge(call, "hopper")
 
 
@@ -431,10 +404,12 @@ def test_one_build_serves_all_pages_that_are_copied() -> None:
     assert len({lower(cached.cached_launch(*call))[0] for call in calls}) == 1
 
 
-@pytest.mark.parametrize("warps", [1, 2, 4])
-def test_warps_that_gather_leave_registers_for_all(warps: int) -> None:
-    plain = tiles.TWO_WARPGROUPS[128, 128]
-    config = tiles.gathering(plain, warps)
+@pytest.mark.parametrize("dims", [(96, 128), (128, 128)])
+def test_warps_that_gather_leave_registers_for_all(dims: tuple[int, int]) -> None:
+    problem, _ = call_of(CASES["pages_of_48"])
+    plain = tiles.TWO_WARPGROUPS[dims]
+    config = tiles.with_helpers(problem, plain)
+    assert config.gathers and config.helper_warps == (4 if dims == (128, 128) else 2)
     assert config.registers < plain.registers and config.shared_bytes == plain.shared_bytes
     with pytest.raises(ValueError, match="more registers than there are"):
         replace(config, registers=plain.registers)

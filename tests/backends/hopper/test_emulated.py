@@ -13,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 import flashtile
 from flashtile.backends.hopper import tensor_maps
-from flashtile.call.problem import Problem, Tensors
+from flashtile.call.problem import Tensors
 from flashtile.core import philox
 from flashtile.core.masks import Band
 from flashtile.ops import dispatch
@@ -21,6 +21,7 @@ from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge, one_sign
 from tests.fuzz.drawn import Kind
 from tests.fuzz.judged import fuzz
+from tests.problems import banded_problem
 from tests.quantization import cases as quantization
 from tests.quantization.cases import QuantizedCase
 from tests.slow import named, slow_but
@@ -257,7 +258,7 @@ def test_dropout_keeps_what_its_definition_keeps(head_dim: int) -> None:
         v = torch.nn.functional.pad(v, (0, head_dim - v.shape[1]))[None, :, None].expand(2, -1, heads, -1).half()
         dout = torch.nn.functional.pad(torch.eye(rows), (0, max(0, at + head_dim - rows)))[:, at : at + head_dim]
         t = Tensors(q=q, k=k, v=v.contiguous(), rng_state=state)
-        problem = Problem.build(t, Band(), needs_grad=True, dropout_p=0.25)
+        problem = banded_problem(t, Band(), needs_grad=True, dropout_p=0.25)
         dout = dout[None, :, None].expand(2, -1, heads, -1).half().contiguous()
         with on_cpu(at, num_sms=2):
             backend = dispatch.backend("hopper")

@@ -16,9 +16,10 @@ from flashtile.backends.gpu.records import geometry
 from flashtile.backends.hopper import records
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward import launch
-from flashtile.call.problem import Problem, Tensors
+from flashtile.call.problem import Tensors
 from flashtile.core.masks import Band
 from flashtile_lab.kernels.hopper import _problem
+from tests.problems import banded_problem
 
 
 def _address(coordinate: tuple[int, ...], strides: list[int]) -> int:
@@ -158,7 +159,7 @@ def test_configurations_of_a_head_dim_give_the_same_bits(dim: int, dim_v: int, b
     table += [dataclasses.replace(c, dynamic=True) for c in table]
     q, k, v = (torch.randn(3, 1500, 8, n, device="cuda", dtype=torch.bfloat16) for n in (dim, dim, dim_v))
     tensors = Tensors(q, k, v)
-    problem = Problem.build(tensors, band)
+    problem = banded_problem(tensors, band)
     results = [launch.ForwardPlan(problem, tensors, config)(tensors) for config in table]
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])

@@ -16,7 +16,7 @@ from flashtile.backends.hopper.backward import config as backward
 from flashtile.backends.hopper.forward import config as forward
 from flashtile.call.problem import Problem
 from flashtile.ops import dispatch
-from tests.backends.hopper.emulated import on_cpu
+from tests.backends.hopper.emulated import BACKWARD_TILES, on_cpu
 from tests.cases import Case, judge
 from tests.mods.calls import indices_are_cut, with_functions
 from tests.mods.functions import MASKS, SCORES
@@ -91,11 +91,11 @@ def test_lists_with_bits(number: int, case: Case) -> None:
         judge(call if mask != "nothing" else call.wanting(["v"]), "hopper")
 
 
-@pytest.mark.parametrize("name", ["64 by TMA", "64 wide", "64 narrow", "128, 3 stages", "128 by TMA", "128"])
+@pytest.mark.parametrize("name", ["BY_TMA_64", "WIDE_64", "NARROW_64", "THREE_STAGES_128", "BY_TMA_128", "BASE_128"])
 def test_tiles_of_lists_with_bits(name: str) -> None:
     case = replace(LONG, head_dim=64 if "64" in name else 128)
     call = with_functions(case, None, "random_pairs", torch.bfloat16, 0, listed=(128, 128), bits=True)
-    with on_cpu(3, num_sms=2, backward=backward.VARIANTS[name]):
+    with on_cpu(3, num_sms=2, backward=BACKWARD_TILES[name]):
         judge(call, "hopper")
 
 

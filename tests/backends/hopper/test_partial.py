@@ -10,10 +10,9 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends import hopper
-from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward import workspace
 from flashtile.core.masks import Band
-from tests.backends.hopper.emulated import on_cpu
+from tests.backends.hopper.emulated import BACKWARD_TILES, on_cpu
 from tests.cases import Case
 from tests.partials import BANDS, CHAINS, judge_chain, judge_rows_without_keys
 from tests.poison import poisoned_memory
@@ -53,9 +52,9 @@ def test_a_share_in_a_fixed_order_is_added_with_one_rounding(case: Case, cuts: t
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("name", slow_but(configs.VARIANTS, list(configs.VARIANTS)[::3].__contains__))
+@pytest.mark.parametrize("name", slow_but(BACKWARD_TILES, list(BACKWARD_TILES)[::3].__contains__))
 def test_every_variant_adds(name: str) -> None:
-    config = configs.VARIANTS[name]
+    config = BACKWARD_TILES[name]
     case = Case("varlen", batch=2, lengths=((200, 130), (70, 260)), head_dim=config.block_d - 8,
                 head_dim_v=config.block_dv - 8, kv_heads=1, causal=True, lse_grad=True)  # fmt: skip
     with on_cpu(5, 2, backward=config), poisoned_memory():

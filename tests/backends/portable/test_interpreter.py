@@ -17,7 +17,7 @@ from flashtile.backends.portable.backward.launch import gqa_splits, launches
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward.launch import forward_launch
 from flashtile.call.arguments import Grads
-from flashtile.call.problem import Problem, SequenceLayout, Tensors
+from flashtile.call.problem import SequenceLayout, Tensors
 from flashtile.core.masks import Band
 from flashtile.core.states import in_one
 from flashtile.ops import plans as kept
@@ -25,6 +25,7 @@ from tests.backends.portable import plans
 from tests.cases import CASES, Case, assert_forward_right, build, judge
 from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory
+from tests.problems import banded_problem
 from tests.rule import assert_close
 from tests.slow import named, slow_but
 
@@ -186,7 +187,7 @@ def test_programs_share_the_heads_of_a_group(
 @pytest.mark.parametrize("columns", [24, 25])
 def test_strides_are_taken_for_multiples_of_16_bytes_only_where_they_are(columns: int) -> None:
     q, k, v = (torch.randn(1, 20, 2, columns)[..., :24] for _ in range(3))
-    problem = Problem.build(Tensors(q, k, v), Band())
+    problem = banded_problem(Tensors(q, k, v), Band())
     call = forward_launch(problem, Tensors(q, k, v), Config(16, 16, 4, 1)).arguments["call"]
     assert call.q.UNIT == call.k.UNIT == call.v.UNIT == (4 if columns == 24 else 1)
     out = plans.forward(problem, Tensors(q, k, v))[0]
@@ -228,7 +229,7 @@ def test_a_sequence_is_bitwise_the_same_in_any_batch(causal: bool) -> None:
     q, k, v = (whole.leaves[name] for name in ("q", "k", "v"))
     for b in range(3):
         tensors = Tensors(q[b : b + 1], k[b : b + 1], v[b : b + 1])
-        alone, alone_lse = plans.forward(Problem.build(tensors, whole.problem.band), tensors)
+        alone, alone_lse = plans.forward(banded_problem(tensors, whole.problem.band), tensors)
         assert torch.equal(alone[0], out[b])
         assert torch.equal(alone_lse[0], lse[b])
 
@@ -276,7 +277,7 @@ def test_queries_and_keys_have_layouts_of_their_own(packed: str) -> None:
     q, k, v, dout = (torch.randn(48, heads, 16) for heads in (4, 2, 2, 4))
     bounds = torch.tensor([0, 24, 48], dtype=torch.int32)
     both = Tensors(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
-    problem = Problem.build(both, Band(None, 0), needs_grad=True)
+    problem = banded_problem(both, Band(None, 0), needs_grad=True)
     out, lse = plans.forward(problem, both)
     want = plans.backward(problem, both, out, lse, dout)
     if packed == "queries":

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from flashtile.backends.gpu.trial import trial
 from flashtile.backends.portable.config import Config
-from flashtile.call.problem import Problem, Tensors
+from flashtile.call.problem import Tensors
 from flashtile.core.masks import Band
 from tests.backends.portable import plans
 from tests.poison import poisoned_memory
+from tests.problems import banded_problem
 from tests.slow import slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -53,7 +54,7 @@ SETTINGS = {
 
 
 def _run(setting: Setting, tensors: Tensors, dout: Tensor) -> dict[str, Tensor]:
-    problem = Problem.build(
+    problem = banded_problem(
         tensors, setting.band, softcap=setting.softcap, dropout_p=setting.dropout, needs_grad=True,
         bias_grad=setting.bias, deterministic=setting.deterministic,
     )  # fmt: skip
@@ -195,5 +196,5 @@ def test_an_empty_row_is_zero_beside_a_nan() -> None:
     mask = torch.ones(20, 20, dtype=torch.bool).tril()
     mask[3] = False
     tensors = Tensors(q, k, v, attn_mask=mask)
-    out, lse = plans.forward(Problem.build(tensors, Band()), tensors)
+    out, lse = plans.forward(banded_problem(tensors, Band()), tensors)
     assert (out[0, 3] == 0).all() and lse[0, 0, 3] == -torch.inf and out[0, 4:].isnan().all()

@@ -9,10 +9,11 @@ pytest.importorskip("triton")
 
 from flashtile.backends.gpu.host import Step, run
 from flashtile.backends.portable import repair
-from flashtile.call.problem import Problem, Tensors
+from flashtile.call.problem import Tensors
 from flashtile.core import settings
 from flashtile.core.masks import Band
 from flashtile.reference import attention
+from tests.problems import banded_problem
 
 pytestmark = pytest.mark.skipif(not settings.TRITON_INTERPRET.enabled(), reason="needs Triton's interpreter")
 
@@ -29,7 +30,7 @@ def test_rows_that_are_lost_and_no_others() -> None:
     for row, value in lost.items():
         bias[:, :, row] = value
     tensors = Tensors(q, k, v, attn_bias=bias)
-    problem = Problem.build(tensors, Band())
+    problem = banded_problem(tensors, Band())
     want, want_lse = attention(problem, tensors)
     out, lse = torch.full_like(q, 7.0), torch.full((2, 2, 200, 2), torch.nan)
     lse[..., 0] = want_lse

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import flashtile
 from flashtile import reference
-from flashtile.call.arguments import band_of
+from flashtile.call.arguments import Grads, Options, band_of
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.errors import UnsupportedError
 
@@ -79,7 +79,10 @@ def _row(case: Case, dtype: torch.dtype, device: torch.device, seqlen: int, seed
     tensors, dout = _inputs(case, dtype, device, seqlen, seed)
     keywords = case.keywords
     band = band_of(keywords.get("causal", False), keywords.get("window_size"))
-    problem = Problem.build(tensors, band, softcap=keywords.get("softcap", 0.0), needs_grad=True)
+    problem = Problem.of(tensors, Options(
+        window_left=band.left, window_right=band.right, softcap=keywords.get("softcap", 0.0),
+        grads=Grads(True, True, True),
+    ))  # fmt: skip
     exact = _with_gradients(tensors, dout, lambda t: reference.attention(problem, t)[0])
     standard = _with_gradients(tensors, dout, lambda t: reference.attention(problem, t, dtype)[0])
     pytorch = _with_gradients(tensors, dout, lambda t: _sdpa(t, problem)) if case.sdpa else standard

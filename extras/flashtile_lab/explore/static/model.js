@@ -138,7 +138,7 @@ explore.model = (() => {
     return { kept, full, cut, skipped: num * num - full - cut, tiles: num * num };
   };
 
-  // How flashtile cuts the keys of a decode step of one query: backends/gpu/decode/config.py, Splitting.cut.
+  // How flashtile cuts the keys of a decode step of one query: backends/gpu/decode/work.py, cut.
   const cutOf = ({ keys, headsKv, group }) => {
     const rule = explore.data.decode;
     const tiles = Math.ceil(group / rule.block_m);

@@ -155,7 +155,7 @@ def _groups(builds: Mapping[bytes, Found]) -> list[list[bytes]]:
 
 
 def _likeness(found: Found) -> tuple[Any, ...]:
-    """What builds with much code in common share: the kernel, its warps, the first tensor's dtype, its shared memory."""
+    """What builds with much code in common share: kernel, warps, the first tensor's dtype, shared memory, length."""
     about, code, _ = found
     dtype = next((kind for _, kind in about.get("leaves", ())), "")
     return about["kernel"], about.get("num_warps"), dtype, about.get("shared"), len(code)

@@ -1,4 +1,4 @@
-"""Tiles that kernels run with in place of the tables': for tuning, tests and benchmarks."""
+"""Tiles that Triton's kernels run with in place of the tables', as ``flashtile tune`` compares them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-# Without a prefix they are the portable backend's; decode is what both GPU backends run.
+# The portable backend's, and decode, which both GPU backends run.
 KERNELS = {"forward", "dkdv", "dk", "dv", "dq", "dbias", "diagonals", "quantized", "decode"}
-KERNELS |= {"hopper_forward", "hopper_big_heads", "hopper_backward", "hopper_big_backward", "hopper_quantized"}
-KERNELS |= {"hopper_latent"}
 _held: dict[str, Any] = {}
 
 
 @contextlib.contextmanager
 def trial(**configs: Any) -> Iterator[None]:
-    """Runs the named ``KERNELS`` with the given tiles, each a ``Config`` of the kernel's own ``config`` module.
-
-    Plans of Hopper's forward and backward made before keep theirs: see ``plans.own_plans``.
-    """
+    """Runs the named ``KERNELS`` with the given tiles, each a ``Config`` of the kernel's own ``config`` module."""
     global _held
     if not configs.keys() <= KERNELS:
         raise ValueError(f"no kernel is called {', '.join(sorted(configs.keys() - KERNELS))}")

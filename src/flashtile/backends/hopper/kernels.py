@@ -102,7 +102,7 @@ def _against_forward(problem: Problem) -> list[str]:
     p, config = problem, module("hopper.forward.config")
     unit = 16 if config.widens(p) else 8
     return _present({
-        "caches in 8 bits": config.widens(p) and not (config.WIDENS and p.precision.kv == FLOAT8),
+        "caches in 8 bits": config.widens(p) and p.precision.kv != FLOAT8,
         f"8 bits in pages of {p.keys.page_size}": config.widens(p) and config.gathers(p),
         "dtype": p.dtype not in (torch.float16, torch.bfloat16),
         f"head_dim that is no multiple of {unit}": p.head_dim % unit > 0 or p.head_dim_v % unit > 0,

@@ -122,6 +122,5 @@ def schedule_of(problem: Problem, config: Any, has_edges: bool, counter: str = "
     return Schedule(
         Pointer(torch.int32, counter) if c.dynamic else None, c.block_m, c.strip, c.pack_gqa, c.block_n,
         c.num_warpgroups, c.stages, c.q_stages, c.tile_stages, c.out_stages, c.score_stages, c.overlap, c.pingpong,
-        c.in_turn, c.registers, has_edges, cached_rows, c.widen_warps, c.widen_registers, c.widen_stages,
-        c.gather_warps, c.gather_registers,
+        c.in_turn, c.registers, has_edges, cached_rows, c.widens, c.gathers, c.helper_warps, c.helper_registers,
     )  # fmt: skip

@@ -1,8 +1,4 @@
-"""The arguments of cached calls on the device; ``device.records`` says what to mind with those that hold constants.
-
-A record that has records and leaves ends with a constant: else Triton 3.6 takes the constants of the records in it for
-None where they are used in a loop or after a branch.
-"""
+"""The arguments of cached calls on the device; ``gpu.device`` has the rules for records."""
 
 from __future__ import annotations
 

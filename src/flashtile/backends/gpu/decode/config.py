@@ -48,16 +48,6 @@ class Splitting:
         most = min(max(self.most_splits, wanted), 2 * self.most_splits)
         return min(max(self.most_slots // max(rows * num_heads_kv, 1), 1), most)
 
-    def cut(self, keys: int, rows: int, num_tiles: int, num_heads_kv: int, block_n: int) -> tuple[int, int]:
-        """Splits of a tile and keys of each, as ``kernel.cut``."""
-        wanted = max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
-        most, fewest = self.most(keys, rows, num_heads_kv, wanted), self.fewest_keys
-        if keys > 16 * fewest:
-            fewest = max(fewest, min(keys // 8, self.fewest_of_long))
-        count = max(1, min(max(wanted, -(-keys // self.most_keys)), most, -(-keys // fewest)))
-        chunk = max(-(-keys // (count * block_n)), 1) * block_n
-        return max(-(-keys // chunk), 1), chunk
-
     def bound(self, capacity: int, rows: int, num_tiles: int, num_heads_kv: int) -> int:
         """The most splits that a tile may have with at most ``capacity`` keys."""
         wanted = max(self.programs // max(num_tiles * num_heads_kv, 1), 1)

@@ -54,7 +54,7 @@ class Sizing(NamedTuple):
 
 @triton.jit
 def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
-    """Splits of a tile and keys of each; ``config.Splitting.cut`` is the same in Python.
+    """Splits of a tile and keys of each, by ``config.Splitting``'s numbers.
 
     Args:
         keys: That some row may keep.
@@ -156,7 +156,7 @@ def work_of(span, sizing, call):
 def rest_of(spans, call):
     """The span of the rows past the last packed sequence, without tiles where ``spans`` have them.
 
-    Where it is not read it is ``spans``: None is no result of a function for Triton 3.6.
+    Where it is not read it is ``spans`` (``gpu.device``: results).
     """
     rest = spans
     if call.queries.cu_seqlens is not None and call.schedule.SEARCH >= 256:

@@ -333,7 +333,7 @@ def load_tile(tensor, at, other):
 def head_of(mods, b, h, seqlen_q, seqlen_k, i=None):
     """The ``Head`` of a sequence and a query head, and for a tree of rows i."""
     at = At(b, h, i, None, None, seqlen_q, seqlen_k, ())
-    # Written out: in Triton 3.6 adding tuples loses the field names of the records in them.
+    # Written out (``gpu.device``: tuples).
     scores, masks = 0, 0
     NUM: tl.constexpr = count(mods.SCORES)
     if NUM == 1:

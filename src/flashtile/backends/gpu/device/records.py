@@ -1,8 +1,6 @@
 """A kernel's arguments as trees of records; ``gpu.launch`` says what a field's name means to the compiler.
 
-A record that holds constants is passed on or built in an argument list, never assigned, returned or added to: Triton
-3.6 turns its constants into tensors. One that holds records with constants, and numbers, ends with a constant of its
-own: else 3.6 forgets theirs after a function's first branch or loop.
+``gpu.device`` has the rules for records: assigned records, last constant, flags.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashtile.backends.gpu.trial import tried
 from flashtile.backends.hopper.forward.config import (
     PRODUCER_REGISTERS,
     SHARED_BYTES,
@@ -137,26 +136,6 @@ BY_TMA_128 = replace(BASE_128, k_stages=1, dq_tma=True)
 # registers early.
 SHORT = 1024
 
-# What a machine with the chip should compare, by name; the first of each head_dim is what the table chooses.
-VARIANTS = {
-    "64 wide": WIDE_64,
-    "64 wide, 3 stages": replace(WIDE_64, stages=3, k_stages=1, v_stages=1),
-    "64 narrow": NARROW_64,
-    "64 by TMA": BY_TMA_64,
-    "96": BY_TMA_96,
-    "96, in order": BASE_96,
-    "128": BASE_128,
-    "128, 3 stages": THREE_STAGES_128,
-    "128 by TMA": BY_TMA_128,
-    "128 by gradient": BY_GRADIENT_128,
-    "160": BASE_160,
-    "192": BASE_192,
-    "192, 3 stages": replace(BASE_192, stages=3, k_stages=1),
-    "192 and 128": BASE_192_128,
-    "192 and 128, 128 keys": KEYS_192_128,
-    "256": BASE_256,
-}
-
 
 def in_chain(config: Config) -> Config:
     """The configuration of a chain's calls in its place, which take less time with it."""
@@ -165,8 +144,6 @@ def in_chain(config: Config) -> Config:
 
 def choose(problem: Problem) -> Config:
     """The configuration of a problem, from head_dims, transform, mask and length: never from the batch."""
-    if (held := tried("hopper_backward")) is not None:
-        return held
     width = width_of_tiles(max(problem.head_dim, problem.head_dim_v))
     reads_score_tensors = problem.mask or problem.bias_dtype is not None
     two_sided = problem.alibi and (problem.band.right is None or problem.band.right > 0)

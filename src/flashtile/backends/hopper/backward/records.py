@@ -1,8 +1,4 @@
-"""The arguments of the Hopper backward's kernels as trees; ``gpu.launch`` says what a field's name means.
-
-A record that holds constants is passed on or built in an argument list, never assigned, returned or added to: Triton
-3.6 turns its constants into tensors.
-"""
+"""The arguments of the Hopper backward's kernels as trees; ``gpu.launch`` says what a field's name means."""
 
 from __future__ import annotations
 

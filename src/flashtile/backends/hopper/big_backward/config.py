@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashtile.backends.gpu.trial import tried
 from flashtile.backends.hopper.big_backward.records import Tiles
 from flashtile.backends.hopper.forward.config import OTHER_BYTES, SHARED_BYTES
 from flashtile.call.problem import Problem
@@ -90,7 +89,5 @@ def _widest(block_d: int) -> int:
 
 def choose(problem: Problem) -> Config:
     """The configuration of a problem, from its head_dims."""
-    if (held := tried("hopper_big_backward")) is not None:
-        return held
     block_d, block_dv = (max(-(-dim // BLOCK) * BLOCK, 2 * BLOCK) for dim in (problem.head_dim, problem.head_dim_v))
     return Config(block_d=block_d, block_dv=block_dv)

@@ -132,7 +132,7 @@ def _gradient_launch(
     own, heads = (t.q, p.num_heads_q) if of == "q" else (t.k, p.num_heads_kv)
     dim, splits = p.head_dim_v if of == "v" else p.head_dim, None
     if of != "q" and work.gqa_splits > 1:
-        # Sums lie behind pointers of their own; Triton 3.6 cannot ask for a record that holds None.
+        # Sums lie behind pointers of their own, so offsets are 0 and not None (``gpu.device``: flags).
         splits = Splits(work.gqa_splits, -(-p.group_size // work.gqa_splits), 0, 0)
         heads *= work.gqa_splits
     masks = None

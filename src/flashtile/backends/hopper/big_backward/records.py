@@ -59,7 +59,7 @@ class Tiles(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A kernel's argument: records alone, so that Triton 3.6 keeps their constants (``device.records``).
+    """A kernel's argument: records alone (``gpu.device``: last constant).
 
     Attributes:
         call: ``records.Call`` with descriptors of q, k and v, and Hopper's ``Mods``.

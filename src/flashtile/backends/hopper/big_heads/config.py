@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashtile.backends.gpu.trial import tried
 from flashtile.backends.hopper.forward import config as forward
 from flashtile.backends.hopper.forward.config import OTHER_BYTES, SHARED_BYTES, strip_and_cost
 from flashtile.call.problem import Problem
@@ -64,8 +63,6 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
 
     score_bytes makes no difference: threads load biases and masks themselves.
     """
-    if (held := tried("hopper_big_heads")) is not None:
-        return held
     block_d, block_dv = (max(-(-dim // 64) * 64, 128) for dim in (problem.head_dim, problem.head_dim_v))
     chunk = 128 if block_d % 128 == 0 and block_d > 128 else 64
     config = Config(block_d=block_d, block_dv=block_dv, chunk=chunk, key_chunks=block_d // chunk)

@@ -111,8 +111,7 @@ def _of_tile(mod, at):
 def fetch(mods, pairs, x):
     """What each function loads for a block like ``x``.
 
-    Tuples are added here, not by ``parts.also``: Triton 3.6 takes a tuple of one for what is in it where it looks for
-    a function that it has compiled.
+    Tuples are added here, not by ``parts.also`` (``gpu.device``: tuples).
     """
     fetched = ()
     if has_score_mod(mods.SCORES):

@@ -106,13 +106,13 @@ def with_parts(first, layout: gl.constexpr, COLS: gl.constexpr, most: gl.constex
 
 
 @gluon.jit
-def make_landings(rings, dtype: gl.constexpr, COLS: gl.constexpr, stages: gl.constexpr, most: gl.constexpr = 256):
+def make_landings(rings, dtype: gl.constexpr, COLS: gl.constexpr, APART: gl.constexpr, most: gl.constexpr = 256):
     """Where TMA loads tiles of a narrower dtype that a role widens into a channel.
 
-    They have ``stages`` buffers of their own, or with 0 the channel's: ``ring.make_landing``.
+    They have a buffer of their own, or if they are not APART the channel's: ``ring.make_landing``.
     """
-    if stages > 0:
-        return make_rings(dtype, rings[0].buffers.shape[1], COLS, stages, 1, 1, most)
+    if APART:
+        return make_rings(dtype, rings[0].buffers.shape[1], COLS, 1, 1, 1, most)
     else:
         first = make_landing(rings[0])
         landings = (first,)

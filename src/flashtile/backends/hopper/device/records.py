@@ -145,7 +145,7 @@ class Keys(NamedTuple):
         cu_seqlens: As there.
         length: As there; of a cache, its capacity.
         cache: ``Cache``, None if keys and values are tensors of their own.
-        CACHED: Whether they are in a cache: Triton 3.6 cannot ask whether a record is None that holds one.
+        CACHED: Whether they are in a cache (``gpu.device``: flags).
         OWN_LENGTHS: Whether sequences have different numbers of keys.
     """
 
@@ -192,11 +192,6 @@ class Schedule(NamedTuple):
             STRIP query rows of each head of the group, head by head, then the next STRIP rows; else STRIP == BLOCK_M.
         HAS_EDGES: Whether a warpgroup may meet an edge of the band after its first block of keys.
         CACHED_ROWS: Keys and values that are taken to fit into the L2 cache.
-        WIDEN_WARPS: Warps of the role that widens keys and values of 8 bits; 0 for none.
-        WIDEN_REGISTERS: What setmaxnreg gives its threads.
-        WIDEN_STAGES: Buffers each for keys and values of 8 bits; 0 if they land where they are widened.
-        GATHER_WARPS: Warps of a producer whose threads copy keys and values; 0 if TMA loads them.
-        GATHER_REGISTERS: What setmaxnreg gives its threads.
     """
 
     counter: Any
@@ -216,11 +211,10 @@ class Schedule(NamedTuple):
     REGISTERS: Any
     HAS_EDGES: Any
     CACHED_ROWS: Any
-    WIDEN_WARPS: Any
-    WIDEN_REGISTERS: Any
-    WIDEN_STAGES: Any
-    GATHER_WARPS: Any
-    GATHER_REGISTERS: Any
+    WIDENS: Any
+    GATHERS: Any
+    HELPER_WARPS: Any
+    HELPER_REGISTERS: Any
 
 
 class Columns(NamedTuple):

@@ -33,8 +33,6 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
     q = t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()
     plain = Tensors(q, t.k_cache, t.v_cache, t.alibi_slopes, sinks=t.sinks, cu_seqlens_q=t.cu_seqlens_q)
     config = configs.choose(p, rows=q.shape[-3])
-    if configs.widens(p) != (config.widen_warps > 0):
-        raise ValueError(f"tiles for {'8' if config.widen_warps else '16'} bits, over a cache of others: {config}")
     has_new = t.k is not None and t.cu_seqlens_k_new is None
     few = long = mixed = None
     if p.varlen:
@@ -90,7 +88,7 @@ def _boxes_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> t
     size = problem.keys.page_size
     rows = min(size or config.block_n, config.block_n)
     # Several boxes in a block, and boxes of 8 bits in a part, have at most 128 bytes a row: see ``parts.load``.
-    most = 256 if rows == config.block_n and not config.widen_warps else 128 // problem.precision.kv.itemsize
+    most = 256 if rows == config.block_n and not config.widens else 128 // problem.precision.kv.itemsize
     cols, cols_v = (min(configs.narrowest(width), most) for width in (config.block_d, config.block_dv))
     return (
         rows_of(tensor_maps.rows_map("k", tensors.k_cache, rows, cols, varlen=False), config.block_d),

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.gpu.trial import tried
 from flashtile.call.problem import Problem
 from flashtile.mods.places import DEAR, tabulated
 
@@ -47,11 +46,11 @@ class Config:
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
         score_stages: Buffers for bias and mask tiles; 0 if each thread loads its elements from global memory.
         score_bytes: Bytes of an element of bias and mask together: of those with rows of their own, and with one row.
-        widen_warps: Warps that widen the keys and values of an 8-bit cache; 0 for caches in 16 bits.
-        widen_registers: What setmaxnreg gives their threads.
-        widen_stages: Buffers each for keys and values of 8 bits; 0 if they land in the buffers that they become.
-        gather_warps: Warps of a producer whose threads copy keys and values row by row, 1, 2 or 4; 0 if TMA loads them.
-        gather_registers: What setmaxnreg gives their threads.
+        widens: Whether helpers widen the keys and values of an 8-bit cache: in place with two warpgroups; with three
+            a block of 8 bits lands in a buffer of its own.
+        gathers: Whether helpers are the producer, and copy keys and values row by row, which TMA loads otherwise.
+        helper_warps: Warps of the helpers, 2 or 4; 0 without.
+        helper_registers: What setmaxnreg gives the helpers' threads.
     """
 
     block_d: int
@@ -73,20 +72,20 @@ class Config:
     max_registers: int = 168
     score_stages: int = 0
     score_bytes: tuple[int, int] = (0, 0)
-    widen_warps: int = 0
-    widen_registers: int = 0
-    widen_stages: int = 0
-    gather_warps: int = 0
-    gather_registers: int = 0
+    widens: bool = False
+    gathers: bool = False
+    helper_warps: int = 0
+    helper_registers: int = 0
 
     def __post_init__(self) -> None:
         if self.overlap and self.q_stages < 2 and self.block_d != 96:
             raise ValueError(f"overlap needs two buffers for queries, or at head_dim 96 registers: {self}")
         if (self.num_warpgroups - 1) * self.block_m > self.block_n:
             raise ValueError(f"a warpgroup may leave out one key block of a tile, no more: {self}")
-        if self.widen_warps not in ((0, 2, 4) if self.num_warpgroups == 2 else (0, 2)):
-            raise ValueError(f"two warps widen, or beside two warpgroups four: {self}")
-        if self.num_warpgroups * self.registers + _registers_of_few(self) > WARPGROUP_REGISTERS:
+        # Four helpers are a warpgroup of their own; two are in the producer's.
+        beside = PRODUCER_REGISTERS if self.helper_warps != 4 else PRODUCER_REGISTERS + self.helper_registers
+        few = max(beside, self.helper_registers)
+        if self.num_warpgroups * self.registers + few > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
         if self.block_m % self.strip or (self.pack_gqa and self.out_cols > 64):
             raise ValueError(f"pack_gqa needs whole strips, whose boxes have 64 columns at most: {self}")
@@ -106,7 +105,7 @@ class Config:
         score_tensors = self.score_stages * buffer_bytes(self.block_n, rows, self.score_bytes)
         return (
             score_tensors
-            + self.widen_stages * self.block_n * (self.block_d + self.block_dv)
+            + self.block_n * (self.block_d + self.block_dv) * (self.widens and self.num_warpgroups == 3)
             + 2 * (keys + rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols))
             + OTHER_BYTES
         )
@@ -115,19 +114,9 @@ class Config:
         rows = f"{self.num_warpgroups} x {self.block_m}" + (" of a group's heads" if self.pack_gqa else "")
         overlap = "" if self.overlap else ", one after the other"
         dims = f"{self.block_d}" if self.block_d == self.block_dv else f"{self.block_d} and {self.block_dv}"
-        widens = f", 8 bits widened by {self.widen_warps} warps" * (self.widen_warps > 0)
-        copied = f", keys copied by {self.gather_warps} warps" * (self.gather_warps > 0)
+        widens = f", 8 bits widened by {self.helper_warps} warps" * self.widens
+        copied = f", keys copied by {self.helper_warps} warps" * self.gathers
         return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}{widens}{copied}"
-
-
-def _registers_of_few(config: Config) -> int:
-    """Registers of a thread of each warpgroup that does not compute, added up.
-
-    Four warps that gather or widen are one more; fewer are in the producer's.
-    """
-    warps = config.gather_warps or config.widen_warps
-    own = config.gather_registers or config.widen_registers
-    return PRODUCER_REGISTERS + own if warps == 4 else max(PRODUCER_REGISTERS, own)
 
 
 # Widths of tiles, whose parts are powers of two (``device/parts.py``): each takes less time than the next.
@@ -294,9 +283,6 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         score_bytes: What TMA can read of biases and masks, as in ``Config``; by default all, rows of their own.
         rows: Of the queries' tensor; by default all packed sequences are taken for long ones.
     """
-    if (held := tried("hopper_forward")) is not None:
-        is_missing = gathers(problem) and not held.gather_warps
-        return gathering(held, gather_warps((held.block_d, held.block_dv))) if is_missing else held
     rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = _two_warpgroups_of(problem, dims)
@@ -318,9 +304,8 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
         wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128 or is_listed
         wide = wide or problem.score_function is not None or problem.dropout_p > 0
-        wide = wide or (widens(problem) and 3 not in WIDENING)
         # Four warps that gather leave three warpgroups fewer still.
-        if not (wide or (gathers(problem) and gather_warps(dims) == 4)):
+        if not (wide or gathers(problem)):
             ways.append(three_warpgroups_64(config.score_bytes))
     strip, least = strip_and_cost(problem, config, rows)
     for other in ways:
@@ -358,9 +343,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # Room for ``mods.AlibiByMma``: 32 bytes a key, and some to align it.
         if config.shared_bytes + 40 * config.block_n > SHARED_BYTES:
             config = _variant(config, out_cols=min(config.out_cols, out_cols), out_stages=1)
-    if widens(problem):
-        return _variant(config, **WIDENING[config.num_warpgroups])
-    return gathering(config, gather_warps(dims)) if gathers(problem) else config
+    return with_helpers(problem, config)
 
 
 def _two_warpgroups_of(problem: Problem, dims: tuple[int, int]) -> Config:
@@ -411,32 +394,25 @@ def _loads_by_key(function: Any) -> bool:
     return any("j" in each and "i" not in each for each in inputs)
 
 
-# Whether the forward takes calls over 8-bit caches; else ``gpu.decode`` has them.
-WIDENS = True
-# What an 8-bit cache changes, by warpgroups. Beside two, four more warps leave consumers 216 registers a thread. Beside
-# three, two share the producer's warpgroup, with so few registers that a pass in place would not fit.
-WIDENING: dict[int, dict[str, int]] = {
-    2: {"widen_warps": 4, "widen_registers": 48, "registers": 216, "max_registers": 128},
-    3: {"widen_warps": 2, "widen_registers": 32, "widen_stages": 1},
+# What helpers that widen change, by warpgroups. Beside two, four more warps leave consumers 216 registers a thread.
+# Beside three, two share the producer's warpgroup, with so few registers that a pass in place would not fit.
+_WIDENING: dict[int, dict[str, int]] = {
+    2: {"helper_warps": 4, "helper_registers": 48, "registers": 216, "max_registers": 128},
+    3: {"helper_warps": 2, "helper_registers": 32},
 }
+# What helpers that gather change, by their warps. Beside four, the compiler may give a thread 128 registers: fewer than
+# a product of 256 columns takes, and more parts would spill. Measured: docs/tuning-notes.md.
+_GATHERING: dict[int, dict[str, int]] = {
+    2: {"helper_warps": 2, "helper_registers": 40, "registers": 232},
+    4: {"helper_warps": 4, "helper_registers": 32, "registers": 224, "max_registers": 128},
+}
+# TMA has a box for a page of so many rows or more, if they are a power of two.
+_FEWEST_BOX_ROWS = 16
 
 
 def widens(problem: Problem) -> bool:
     """Whether a call's keys and values are in a cache of 8 bits."""
     return problem.keys.used and problem.precision.kv.itemsize == 1
-
-
-# TMA has a box for a page of so many rows or more, if they are a power of two.
-_FEWEST_BOX_ROWS = 16
-
-
-def gather_warps(dims: tuple[int, int]) -> int:
-    """Warps that copy keys and values of such widths; measured: docs/tuning-notes.md.
-
-    Beside four, the compiler may give a thread 128 registers: fewer than a product of 256 columns takes, and more parts
-    would spill.
-    """
-    return 4 if dims in ((64, 64), (128, 128)) else 2
 
 
 def gathers(problem: Problem) -> bool:
@@ -445,17 +421,14 @@ def gathers(problem: Problem) -> bool:
     return 0 < size < _FEWEST_BOX_ROWS or size & (size - 1) != 0
 
 
-def gathering(config: Config, warps: int) -> Config:
-    """The configuration with a producer of so many warps that copies keys and values."""
-    registers, own = _GATHERING[config.num_warpgroups, warps]
-    # Warpgroups of all roles; the compiler gives their threads as many registers each, in steps of eight.
-    groups = config.num_warpgroups + (2 if warps == 4 else 1)
-    most = WARPGROUP_REGISTERS // groups // 8 * 8
-    return _variant(config, gather_warps=warps, gather_registers=own, registers=registers, max_registers=most)
-
-
-# By warpgroups that compute and warps that gather, registers of their threads.
-_GATHERING = {(2, 1): (232, 40), (2, 2): (232, 40), (2, 4): (224, 32), (3, 1): (160, 32), (3, 2): (160, 32)}
+def with_helpers(problem: Problem, config: Config) -> Config:
+    """The configuration with the helpers that a problem needs."""
+    if widens(problem):
+        return _variant(config, widens=True, **_WIDENING[config.num_warpgroups])
+    if gathers(problem):
+        warps = 4 if (config.block_d, config.block_dv) in ((64, 64), (128, 128)) else 2
+        return _variant(config, gathers=True, **_GATHERING[warps])
+    return config
 
 
 @functools.cache

@@ -44,11 +44,12 @@ def attention_forward(call, output, schedule):
     Q_STAGES: gl.constexpr = schedule.Q_STAGES
     REGISTERS: gl.constexpr = schedule.REGISTERS
     BLOCK_D: gl.constexpr = call.q.BLOCK_DIM
-    COPIERS: gl.constexpr = 32 * schedule.GATHER_WARPS
+    HELPERS: gl.constexpr = schedule.HELPER_WARPS
+    COPIERS: gl.constexpr = 32 * HELPERS if schedule.GATHERS else 0
     keys = make_rings(dtype, BLOCK_N, BLOCK_D, schedule.STAGES, NUM_WARPGROUPS, COPIERS=COPIERS)
     # Of an 8-bit cache the producer's loads are widened by one more role. With its warps the compiler may give a thread
     # 128 registers, as many as a product of 256 columns takes alone.
-    WIDENS: gl.constexpr = schedule.WIDEN_WARPS > 0
+    WIDENS: gl.constexpr = schedule.WIDENS
     MOST: gl.constexpr = 128 if WIDENS else 256
     values = make_rings(dtype, BLOCK_N, call.v.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS, 1, MOST, COPIERS)
     # A tile of a mixed batch that a program finds ahead of its time is one that no idle program can take.
@@ -82,16 +83,15 @@ def attention_forward(call, output, schedule):
     IS_WIDEST: gl.constexpr = call.q.PACKED and (HAS_START or HAS_SOFTCAP)
     FEW: gl.constexpr = 24 if IS_WIDEST and NUM_WARPGROUPS == 2 and not WIDENS else 32
     # A producer that gathers gets more, and with it the scheduler, which is in its warpgroup.
-    PRODUCERS: gl.constexpr = max(schedule.GATHER_WARPS, 1)
-    OF_PRODUCER: gl.constexpr = schedule.GATHER_REGISTERS if schedule.GATHER_WARPS > 0 else FEW
+    MANY: gl.constexpr = schedule.HELPER_REGISTERS
+    PRODUCERS: gl.constexpr = HELPERS if schedule.GATHERS else 1
+    OF_PRODUCER: gl.constexpr = MANY if schedule.GATHERS else FEW
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     if WIDENS:
-        STAGES: gl.constexpr = schedule.WIDEN_STAGES
-        landed_keys = make_landings(keys, call.k.desc.dtype, BLOCK_D, STAGES)
-        landed_values = make_landings(values, call.v.desc.dtype, call.v.BLOCK_DIM, STAGES, MOST)
-        WARPS: gl.constexpr = schedule.WIDEN_WARPS
-        WIDE: gl.constexpr = schedule.WIDEN_REGISTERS
+        APART: gl.constexpr = NUM_WARPGROUPS == 3
+        landed_keys = make_landings(keys, call.k.desc.dtype, BLOCK_D, APART)
+        landed_values = make_landings(values, call.v.desc.dtype, call.v.BLOCK_DIM, APART, MOST)
     if WIDENS and NUM_WARPGROUPS == 2:
         gl.warp_specialize([
             (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
@@ -99,7 +99,7 @@ def attention_forward(call, output, schedule):
             (widener, (Channels(tiles, (), keys, values, None), (landed_keys, landed_values), call, schedule)),
             (producer, (Channels(tiles, (q0, q1), landed_keys, landed_values, None), by_tma, call, schedule)),
             (scheduler, (tiles, call, schedule)),
-        ], [4, WARPS, 1, 1], [REGISTERS, WIDE, FEW, FEW])  # fmt: skip
+        ], [4, HELPERS, 1, 1], [REGISTERS, MANY, FEW, FEW])  # fmt: skip
     elif WIDENS:
         q2 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
         gl.warp_specialize([
@@ -109,7 +109,7 @@ def attention_forward(call, output, schedule):
             (widener, (Channels(tiles, (), keys, values, None), (landed_keys, landed_values), call, schedule)),
             (producer, (Channels(tiles, (q0, q1, q2), landed_keys, landed_values, None), by_tma, call, schedule)),
             (scheduler, (tiles, call, schedule)),
-        ], [4, 4, WARPS, 1, 1], [REGISTERS, REGISTERS, WIDE, FEW, FEW])  # fmt: skip
+        ], [4, 4, HELPERS, 1, 1], [REGISTERS, REGISTERS, MANY, FEW, FEW])  # fmt: skip
     elif NUM_WARPGROUPS == 2:
         gl.warp_specialize([
             (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
@@ -125,4 +125,4 @@ def attention_forward(call, output, schedule):
             (consumer, (Channels(tiles, q2, keys, values, outputs), call, output, schedule, mod, 2)),
             (producer, (Channels(tiles, (q0, q1, q2), keys, values, None), by_tma, call, schedule)),
             (scheduler, (tiles, call, schedule)),
-        ], [4, 4, PRODUCERS, 1], [REGISTERS, REGISTERS, OF_PRODUCER, FEW])  # fmt: skip
+        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, FEW, FEW])  # fmt: skip

@@ -137,7 +137,7 @@ def load_values(channels, use, tiles, n_block, call, schedule):
 def load_block(operand, rings, use, records, tiles, n_block, call, schedule):
     """Starts the load of a block of a tile's keys or values, ``operand``."""
     n_block = number_of(n_block, call, schedule)
-    if schedule.GATHER_WARPS > 0:
+    if schedule.GATHERS:
         gather_block(operand, rings, use, records, tiles, n_block, call, schedule)
     elif not call.keys.CACHED:
         rows = key_rows(records, tiles, call)

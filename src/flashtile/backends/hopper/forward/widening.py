@@ -2,8 +2,8 @@
 
 TMA loads a block of 8 bits into the first half of the 16-bit buffer that it becomes, so it takes no memory of its own.
 The role's warps read a part of it into registers, wait until all have, and write the 16-bit numbers over the whole of
-it. Or it lands in a buffer of its own. What a consumer sees is a cache that holds 8 bits times scale, rounded to q's
-dtype.
+it. With three warpgroups it lands in a buffer of its own. What a consumer sees is a cache that holds 8 bits times
+scale, rounded to q's dtype.
 """
 
 # ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
@@ -76,7 +76,7 @@ def widen(rings, landing, use, scale, records, tiles, n_block, operand, call, sc
     A pass takes as many rows of a part as registers hold. In place each row of a tile of 128 or 256 columns lies within
     the row that it becomes; of other tiles it does not, so one pass reads a part whole.
     """
-    IN_PLACE: gl.constexpr = schedule.WIDEN_STAGES == 0
+    IN_PLACE: gl.constexpr = schedule.NUM_WARPGROUPS == 2
     COLS: gl.constexpr = operand.BLOCK_DIM
     factor = factor_of_block(scale, records, tiles, n_block, call, schedule)
     landing[0].wait(use)
@@ -96,8 +96,7 @@ def widen(rings, landing, use, scale, records, tiles, n_block, operand, call, sc
 @gluon.jit
 def widen_part(tile, codes, COLS: gl.constexpr, factor, scale, records, tiles, n_block, call, schedule):
     """Widens a part from its 8-bit ``codes``."""
-    STAGES: gl.constexpr = schedule.WIDEN_STAGES
-    ROWS: gl.constexpr = rows_of_pass(COLS, tile.shape, gl.num_warps(), STAGES, schedule.WIDEN_REGISTERS)
+    ROWS: gl.constexpr = rows_of_pass(COLS, tile.shape, gl.num_warps(), schedule.NUM_WARPGROUPS == 2)
     for j in gl.static_range(tile.shape[0] // ROWS):
         widen_rows(tile, codes, j, ROWS, factor, scale, records, tiles, n_block, call, schedule)
 
@@ -116,7 +115,7 @@ def widen_rows(
         else:
             numbers = numbers * factor
     numbers = numbers.to(tile.dtype)
-    if schedule.WIDEN_STAGES == 0:
+    if schedule.NUM_WARPGROUPS == 2:
         # In place: all that is overwritten has been read.
         thread_barrier()
     box_of(tile, j * ROWS, ROWS, 0).store(numbers)
@@ -152,13 +151,13 @@ def differs_in_block(entry_step, page_size, block_n):
 
 
 @gluon.constexpr_function
-def rows_of_pass(cols, shape, warps, stages, registers):
-    """Rows of a part, of this shape, of a tile of so many columns, that are widened at once: of 64 bytes a thread.
+def rows_of_pass(cols, shape, warps, in_place):
+    """Rows of a part, of this shape, of a tile of so many columns, that are widened at once.
 
-    Or of 16 where registers are few. In place it may have to be all.
+    In place they have 64 bytes a thread, and may have to be all; elsewhere 16 bytes, since registers are few.
     """
-    rows = warps * 32 * (64 if registers >= 48 else 16) // shape[1]
-    return min(rows, shape[0]) if stages > 0 or cols % 128 == 0 else shape[0]
+    rows = warps * 32 * (64 if in_place else 16) // shape[1]
+    return min(rows, shape[0]) if not in_place or cols % 128 == 0 else shape[0]
 
 
 @gluon.constexpr_function

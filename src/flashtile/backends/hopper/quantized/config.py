@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from flashtile.backends.gpu.trial import tried
 from flashtile.backends.hopper.forward import config as forward
 from flashtile.call.problem import Problem
 
@@ -39,8 +38,6 @@ _256 = _TWO(block_d=256, block_dv=256, out_cols=32, out_stages=4, width=32, stag
 
 def choose(problem: Problem) -> Config:
     """The configuration of a problem: by its head_dims, mask and length, never by the batch."""
-    if (held := tried("hopper_quantized")) is not None:
-        return held
     width, is_causal = forward.block_d(max(problem.head_dim, problem.head_dim_v)), problem.band.right is not None
     config = {64: _64, 128: _128, 256: _256}[width]
     if is_causal and not problem.varlen and problem.seqlen_q > forward.SHORT and problem.band.left is None:
