@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, get_args
 
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
-from flashtile.distributed.calls import Call
+from flashtile.distributed.calls import RingCall
 from flashtile.distributed.dealing import Mask, deal_rows
 from flashtile.distributed.layouts import Layout
 from flashtile.distributed.plan import Plan, make_plan
@@ -315,7 +315,7 @@ class _Steps:
         self.busy = [busy[number] for number in sorted(busy)]
         self.numbers = sorted(busy)
 
-    def _times(self, call: Call, first: bool) -> tuple[float, float]:
+    def _times(self, call: RingCall, first: bool) -> tuple[float, float]:
         bounds = zip(*map(itertools.pairwise, (call.cu_seqlens_q, call.cu_seqlens_k)), strict=True)
         lengths = [(stop - start, last - begin) for (start, stop), (begin, last) in bounds]
         rows, keys = (sum(each[side] for each in lengths if all(each)) for side in (0, 1))
