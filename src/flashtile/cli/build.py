@@ -1,4 +1,4 @@
-"""``flashtile build``: kernels compiled ahead for an architecture, into an archive that calls load from."""
+"""``flashtile build``: compiles kernels ahead for an architecture, into an archive that calls load from."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from flashtile.cli.models import Call, Shape, Uses, calls, models
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
-# These options are the whole command's, not a layer's.
+# These options belong to the whole command, not to a layer.
 _OF_COMMAND = ("listed", "missed", "exact", "jobs")
-# What was compiled is written as often, so that no more is lost where a machine takes the process away.
+# Seconds between writes of the kernels compiled so far, so that little is lost if the machine ends the process.
 _EACH_S = 120
 
 
@@ -134,12 +134,12 @@ def wanted_calls(options: dict[str, Any]) -> list[Call]:
 
 
 def list_calls(file: Path, command: Any) -> list[Call]:
-    """The calls of a list: in each line options that name layers, of the command ``build``."""
+    """The calls of a list: each line has options of the command ``build`` that name layers."""
     found: list[Call] = []
     for number, line in enumerate(_read(file, "--list").splitlines(), 1):
         if not (words := shlex.split(line, comments=True)):
             continue
-        # The command is not complete without the last two.
+        # The command needs the last two options to be complete.
         options = command.make_context(f"line {number} of {file.name}", [*words, "--arch=", "--out="]).params
         if any(options[name] for name in _OF_COMMAND):
             raise InvalidInputError("--list", f"has in line {number} what is not an option of layers: {line.strip()}")
@@ -179,7 +179,7 @@ def _dtype(name: str, option: str) -> torch.dtype:
 
 
 def list_launches(wanted: list[Call], arch: str) -> list[str]:
-    """Lists the kernels that calls need; returns what no backend runs."""
+    """Lists the kernels that calls need; returns the calls that no backend runs."""
     refused = []
     for what, tensors, options in wanted:
         try:
@@ -190,7 +190,7 @@ def list_launches(wanted: list[Call], arch: str) -> list[str]:
 
 
 def _compile(recorder: ahead.Recorder, out: Path, arch: int, jobs: int) -> None:
-    """Compiles what is listed, in processes of their own."""
+    """Compiles the listed kernels, in separate processes."""
     lines = [ahead.as_json(launch) for launch in recorder.launches.values()]
     with (
         Progress(console=Console(stderr=True), transient=True) as progress,
