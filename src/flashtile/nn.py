@@ -229,7 +229,7 @@ class MultiheadAttention(nn.Module):
         __call__ = forward
 
     def _projected(self, x: Tensor, context: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads of q, k and v, batch first. Refuses a shard if its query heads would meet other key heads than unsharded."""
+        """Heads of q, k and v, batch first. Refuses a shard with query heads that would meet the wrong key heads."""
         if not self.batch_first and x.dim() == 3:
             x, context, value = (each.transpose(0, 1) for each in (x, context, value))
         q = _split("q_proj", self.q_proj(x), self.head_dim)

@@ -1,4 +1,4 @@
-"""The CPU forward: split the call, compute partial states, merge them, add the sinks."""
+"""The CPU forward: splits the call, computes partial states, merges them, and adds the sinks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ State = tuple[Tensor, Tensor]
 def forward(
     problem: Problem, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None, first: int = 0
 ) -> State:
-    """See ``call.backend.Forward``; PyTorch's kernel makes a tensor of its own, so ``into`` is not used.
+    """See ``call.backend.Forward``. PyTorch's kernel allocates its own result, so ``into`` is not used.
 
-    Its sequences count from ``first`` on for functions of the user's.
+    For a user's functions, sequences are numbered from ``first``.
     """
     if partial is None and problem.out_dtype == problem.dtype:
         return _forward(problem, tensors, first)
@@ -87,7 +87,7 @@ def _row_block(problem: Problem, tensors: Tensors, path: Path, block: list[Recta
     if not is_wrong.any():
         return state
     by_tiles = _row_block(problem, tensors, dataclasses.replace(path, kernel=False), block)
-    # Each sequence as it would be alone.
+    # Each sequence is computed as it would be alone.
     each = is_wrong.flatten(1).any(dim=1)
     out, lse = (torch.where(each.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(by_tiles, state, strict=True))
     return out, lse

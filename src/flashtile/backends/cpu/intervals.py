@@ -1,4 +1,4 @@
-"""What interval masks leave of a sequence's rectangles."""
+"""The parts of a sequence's rectangles that interval masks keep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def within(seq: Sequence, rectangle: Rectangle) -> Tensor | None:
-    """Which pairs of a rectangle lie in their intervals, ``(batch or 1, heads or 1, rows, keys)``; None for all."""
+    """The pairs of a rectangle that intervals keep, ``(batch or 1, heads or 1, rows, keys)``; None for all."""
     keep: Tensor | None = None
     if seq.row_keys is not None:
         ends = _span(seq.row_keys, rectangle.rows)
@@ -34,7 +34,7 @@ def _span(intervals: Tensor, span: tuple[int, int]) -> Tensor:
 
 
 def cut(seq: Sequence, block: list[Rectangle]) -> list[Rectangle]:
-    """A block of rows without the keys on either side that none of its rows has in an interval."""
+    """A block of rows, without the keys at its two ends that no interval of its rows contains."""
     (first, stop), (low, high) = block[0].rows, (0, seq.seqlen_k)
     if seq.row_keys is not None:
         ends = _span(seq.row_keys, (first, stop))
