@@ -106,7 +106,7 @@ class Band:
         return upper - lower
 
     def _count_chunks(self, chunk: int, seqlen_q: int, seqlen_k: int) -> int:
-        """``count`` with chunks. Each chunk has its own band; all but the first and the last keep equally many pairs."""
+        """``count`` with chunks. Each chunk has its own band; all but the first and the last keep as many pairs."""
         band, shift = Band(self.left, self.right), seqlen_k - seqlen_q
         if seqlen_k == 0 or seqlen_q == 0:
             return 0

@@ -1,4 +1,4 @@
-"""Mods of parts of longer sequences: the same function of positions in the whole, read from a table by sequence."""
+"""Mods for parts of longer sequences: the same function of positions in the whole, from a table by sequence."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from flashtile.mods.graph import LEAVES, Graph, Node, Partial, parse
 
-# Columns of the table, a row of int32 for each sequence: which one of the whole it is part of, the first row and the
-# step from one to the next, the same of keys, and the first head.
+# Columns of the table, which has a row of int32 for each sequence: its number among the whole sequences, its first row
+# and the step from a row to the next, its first key and the step from a key to the next, and the first head.
 COLUMNS = ("b", "row", "row_step", "key", "key_step", "head")
 
 
 @functools.lru_cache(maxsize=1024)
 def of_part(text: str) -> str:
-    """The text of a mod that reads one operand more, the table, after its own."""
+    """The text of the mod with one more operand, the table, after its own operands."""
     graph = parse(text)
     table, nodes = len(graph.operands), list[Node]()
     known: dict[tuple[Any, ...], int] = {}
