@@ -147,7 +147,7 @@ def _bound(graph: Graph, n: int) -> Bound | None:
 
 
 def _linear(graph: Graph, n: int) -> dict[str, int] | None:
-    """An integer as a sum of multiples of i, j and numbers by their places, and a constant; None if it is no such sum."""
+    """An integer as a constant plus multiples of i, j and numbers by their places; None if it is no such sum."""
     op, kind, args = graph.nodes[n]
     if kind not in "il":
         return None

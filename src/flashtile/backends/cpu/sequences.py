@@ -78,7 +78,7 @@ class Sequence:
         return _heads_first(tensor[self.key_place], len(self.batch))
 
     def lse_view(self, lse: Tensor) -> Tensor:
-        """The rows of an lse-shaped tensor as ``(batch, num_heads_q, seqlen_q)``, or ``(..., 2)`` if lse is in parts."""
+        """The rows of an lse-shaped tensor as ``(batch, num_heads_q, seqlen_q)``; parts of lse are a last dimension."""
         rows = lse[self.lse_place]
         if len(self.lse_place) == 1:
             return rows
