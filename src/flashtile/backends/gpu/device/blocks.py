@@ -60,7 +60,7 @@ def block_range(
 
 @triton.jit
 def element_range(first, last, length, before, after, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr):
-    """(any_start, all_start, any_stop, all_stop): the elements that some position touches, and that all of them touch."""
+    """(any_start, all_start, any_stop, all_stop): the elements that some position touches, and that all of them do."""
     any_start, all_start = 0, 0
     any_stop, all_stop = length, length
     if HAS_BEFORE:

@@ -9,7 +9,7 @@ P^T is handed over in float16 times ``PROBS_SCALE``: rounding it to bfloat16, be
 errors of dK and dQ 1.2 times as large. Times the slope of a user's score mod, which has no bound, it is bfloat16.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

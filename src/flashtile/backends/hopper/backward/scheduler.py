@@ -3,7 +3,7 @@
 On the host: how many tiles share the query heads of a key head, so that few fill the GPU.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 
 import triton

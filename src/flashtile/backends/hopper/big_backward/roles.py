@@ -5,7 +5,7 @@ is handed over are the same for all gradients. Both warpgroups multiply what has
 chunk of a step's columns: the scorer with the first, third, ..., the follower with the others.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -3,7 +3,7 @@
 A tile is 64 rows: of keys for dk and dv, of queries for dq. A program has one; the hardware starts them in order.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,6 +1,6 @@
 """Which tile a persistent program works on next, where its rows and keys lie, and which key blocks it visits."""
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

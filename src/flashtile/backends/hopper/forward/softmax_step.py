@@ -1,6 +1,6 @@
 """One block of keys in the Hopper forward: its scores, its softmax, and the values of the block before it."""
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 # Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -6,7 +6,7 @@ it. Or it lands in a buffer of its own. What a consumer sees is a cache that hol
 dtype.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
