@@ -35,7 +35,7 @@ class Ring:
 
     @gluon.jit
     def stage(self, use):
-        """The buffer's number for a use. A mask is used if possible, as the compiler cannot know that uses are not negative."""
+        """The number of a use's buffer, by a mask if possible: the compiler does not know that no use is negative."""
         if self.stages & (self.stages - 1) == 0:
             return use & (self.stages - 1)
         else:
