@@ -29,7 +29,7 @@ from flashtile.distributed.calls import RingCall
 from flashtile.distributed.dealing import Mask, deal_rows
 from flashtile.distributed.layouts import Layout
 from flashtile.distributed.plan import Plan, make_plan
-from flashtile.distributed.ring import Ring
+from flashtile.distributed.ring import RankRing
 from flashtile_lab.analysis.links import Cluster, Link
 from flashtile_lab.analysis.roofline import H200
 from flashtile_lab.analysis.sent import Sizes, bytes_sent, exchanged_bytes, gathered_bytes, least_keys
@@ -188,7 +188,7 @@ class RingShape:
 
     def least(self, plans: Sequence[Plan]) -> float:
         """Keys that ranks get over the least that any exchange of blocks of 128 rows gives them; 1 for none."""
-        ring = Ring(self.lengths, self.lengths, self.ring, self.dealt, self.band)
+        ring = RankRing(self.lengths, self.lengths, self.ring, self.dealt, self.band)
         least = sum(least_keys(ring, plan.rank) for plan in plans)
         return sum(step.keys for plan in plans for step in plan.steps if step.number) / least if least else 1.0
 

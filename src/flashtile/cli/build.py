@@ -20,7 +20,7 @@ from rich.progress import Progress
 import flashtile
 from flashtile.backends.gpu import ahead
 from flashtile.call.gpus import gpu_of
-from flashtile.cli.models import Call, Shape, Uses, calls, models
+from flashtile.cli.models import Call, LayerShape, Uses, calls, models
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
@@ -156,7 +156,7 @@ def _read(file: Path, option: str) -> str:
 
 def _shapes(
     names: list[str] | None, heads: str | None, head_dim: int, causal: bool, window: int | None, softcap: float
-) -> list[Shape]:
+) -> list[LayerShape]:
     known = models()
     for name in names or ():
         if name not in known:
@@ -168,7 +168,7 @@ def _shapes(
         of_q, of_kv = int(match[1]), int(match[2] or match[1])
         if not of_kv or not of_q or of_q % of_kv:
             raise InvalidInputError("--heads", f"is {each}, the first must be a multiple of the second")
-        found.append(Shape(of_q, of_kv, head_dim, causal, window, softcap))
+        found.append(LayerShape(of_q, of_kv, head_dim, causal, window, softcap))
     return found
 
 

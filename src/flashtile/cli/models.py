@@ -36,7 +36,7 @@ flux           24  24  128     full
 """
 
 
-class Shape(NamedTuple):
+class LayerShape(NamedTuple):
     """One kind of attention layer.
 
     Attributes:
@@ -65,16 +65,16 @@ class Shape(NamedTuple):
         return self.heads_kv == 1 and 0 < self.head_dim_v < self.head_dim
 
 
-def models() -> dict[str, tuple[Shape, ...]]:
+def models() -> dict[str, tuple[LayerShape, ...]]:
     """The layers of each model, by the model's name."""
-    found: dict[str, tuple[Shape, ...]] = {}
+    found: dict[str, tuple[LayerShape, ...]] = {}
     for line in _TABLE.split("\n"):
         if words := line.split():
             name, of_q, of_kv, dims, kind, window, cap, sinks = (*words, *"---")[:8]
             dim, _, dim_v = dims.partition(":")
             keys, most = None if window == "-" else int(window), 0.0 if cap == "-" else float(cap)
             plain = int(of_q), int(of_kv), int(dim), kind == "causal"
-            found[name] = (*found.get(name, ()), Shape(*plain, keys, most, int(dim_v or 0), sinks == "sinks"))
+            found[name] = (*found.get(name, ()), LayerShape(*plain, keys, most, int(dim_v or 0), sinks == "sinks"))
     return found
 
 
@@ -123,7 +123,7 @@ _CAPACITIES = (8192, 32768)
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
-def calls(shape: Shape, uses: Uses) -> Iterator[Call]:
+def calls(shape: LayerShape, uses: Uses) -> Iterator[Call]:
     """The calls of a layer: a description, and the arguments of ``flashtile.warm_up`` on the meta device."""
     window = None if shape.window is None else (shape.window, 0 if shape.causal else shape.window)
     plain: dict[str, Any] = {"causal": shape.causal, "window_size": window, "softcap": shape.softcap}
@@ -150,7 +150,7 @@ def calls(shape: Shape, uses: Uses) -> Iterator[Call]:
 
 
 def _steps(
-    what: str, shape: Shape, uses: Uses, plain: dict[str, Any], sizes: tuple[int, int, int], appends: bool
+    what: str, shape: LayerShape, uses: Uses, plain: dict[str, Any], sizes: tuple[int, int, int], appends: bool
 ) -> Iterator[Call]:
     """A server's steps: some tokens of each sequence, or a chunk of a prompt beside sequences of one token."""
     (size, batch, capacity), kind = sizes, uses.cache_dtype or uses.dtype
@@ -173,7 +173,7 @@ def _steps(
         yield f"{what}{batch} with a chunk of {chunk}", (q, *new[: appends * most]), given | packing
 
 
-def _qkv(rows: tuple[int, ...], shape: Shape, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _qkv(rows: tuple[int, ...], shape: LayerShape, dtype: torch.dtype) -> tuple[Tensor, ...]:
     widths = shape.head_dim, shape.head_dim, shape.head_dim_v or shape.head_dim
     heads = shape.heads_q, shape.heads_kv, shape.heads_kv
     each = zip(heads, widths, strict=True)

@@ -198,7 +198,7 @@ def _run(kind: RingKind, t: Tensors) -> Any:
     return (out, lse) if spec.with_lse else out
 
 
-class _Attention(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     """The call under autograd. The backward sends keys around once more, followed by their gradients."""
 
     @staticmethod
@@ -225,7 +225,7 @@ class _Attention(torch.autograd.Function):
 
 
 # This skips the wrapper of Function.apply, as ``ops`` does.
-_apply = super(torch.autograd.Function, _Attention).apply
+_apply = super(torch.autograd.Function, _RingAttention).apply
 
 
 def _lengths(side: str, given: dict[str, Any], ranks: Ranks) -> tuple[tuple[int, ...], bool]:

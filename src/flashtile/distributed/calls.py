@@ -76,7 +76,7 @@ def kept(q: Piece, k: Piece, band: Band, shift: int) -> Differences | None:
     return (first, last) if first <= last else None
 
 
-class Rectangle(NamedTuple):
+class RingRectangle(NamedTuple):
     """A packed sequence to compute: consecutive rows, consecutive keys, and the differences of indices to keep."""
 
     row: int
@@ -101,7 +101,7 @@ class Rectangle(NamedTuple):
         )
 
 
-def rectangles(rows: Sequence[Piece], keys: Sequence[Piece], band: Band, shift: int, even: bool) -> list[Rectangle]:
+def rectangles(rows: Sequence[Piece], keys: Sequence[Piece], band: Band, shift: int, even: bool) -> list[RingRectangle]:
     """The fewest sequences for rows of a document over keys of it: one, one for each piece, or one for each pair.
 
     Args:
@@ -125,7 +125,7 @@ def rectangles(rows: Sequence[Piece], keys: Sequence[Piece], band: Band, shift: 
 
 def _joined(
     rows: Sequence[Piece], keys: Sequence[Piece], grid: Sequence[Sequence[Differences | None]], shift: int, even: bool
-) -> Rectangle | None:
+) -> RingRectangle | None:
     """One sequence for all pieces that keep pairs, if some band of it keeps the same pairs; else None."""
     used_q = [q for q, over in enumerate(grid) if any(over)]
     used_k = [k for k in range(len(keys)) if any(over[k] for over in grid)]
@@ -149,7 +149,7 @@ def _joined(
     return _trimmed(rows, keys, (first, last), shift)
 
 
-def _trimmed(rows: Sequence[Piece], keys: Sequence[Piece], differences: Differences, shift: int) -> Rectangle:
+def _trimmed(rows: Sequence[Piece], keys: Sequence[Piece], differences: Differences, shift: int) -> RingRectangle:
     """The sequence of pieces, without the rows and keys at its ends that keep nothing: equal masks give equal bands."""
     q, k = rows[0], keys[0]
     first, last = differences
@@ -161,10 +161,10 @@ def _trimmed(rows: Sequence[Piece], keys: Sequence[Piece], differences: Differen
         q.document, q.start + q.stride * row_start, q.stride, k.start + k.stride * key_start, k.stride, shift
     )
     left = max(first - apart, 1 - num_rows), min(last - apart, num_keys - 1)
-    return Rectangle(q.at + row_start, num_rows, k.at + key_start, num_keys, left, origin)
+    return RingRectangle(q.at + row_start, num_rows, k.at + key_start, num_keys, left, origin)
 
 
-def moved(found: Sequence[Rectangle], spans: Sequence[tuple[int, int]]) -> list[Rectangle]:
+def moved(found: Sequence[RingRectangle], spans: Sequence[tuple[int, int]]) -> list[RingRectangle]:
     """Rectangles over a shard, as rectangles over some concatenated spans of it. Each rectangle lies in one span."""
     starts = [start for start, _ in spans]
     before = list(itertools.accumulate((stop - start for start, stop in spans), initial=0))
@@ -172,7 +172,7 @@ def moved(found: Sequence[Rectangle], spans: Sequence[tuple[int, int]]) -> list[
     return [each._replace(key=each.key - starts[n] + before[n]) for each, n in zip(found, places, strict=True)]
 
 
-def parts_in(found: Sequence[Rectangle], spans: Sequence[tuple[int, int]]) -> list[Rectangle]:
+def parts_in(found: Sequence[RingRectangle], spans: Sequence[tuple[int, int]]) -> list[RingRectangle]:
     """The parts of rectangles that lie in spans of a shard."""
     parts = []
     for each in found:
@@ -187,7 +187,7 @@ def parts_in(found: Sequence[Rectangle], spans: Sequence[tuple[int, int]]) -> li
     return parts
 
 
-def aligned(found: list[Rectangle], rows: int) -> list[Rectangle]:
+def aligned(found: list[RingRectangle], rows: int) -> list[RingRectangle]:
     """Rectangles widened by rows that keep nothing, so that all begin and end on multiples of a tile's rows.
 
     The rectangles are returned unchanged if there is no room for that, or if they would need more bands.
@@ -211,7 +211,7 @@ def aligned(found: list[Rectangle], rows: int) -> list[Rectangle]:
     return made if len({x.bounds for x in made}) <= len({x.bounds for x in found}) else found
 
 
-def calls_of(found: Sequence[Rectangle], rows: int, keys: int, origins: bool) -> list[RingCall]:
+def calls_of(found: Sequence[RingRectangle], rows: int, keys: int, origins: bool) -> list[RingCall]:
     """The fewest calls that hold the rectangles: one for each band, and more if rectangles share rows or keys.
 
     Args:
@@ -222,7 +222,7 @@ def calls_of(found: Sequence[Rectangle], rows: int, keys: int, origins: bool) ->
     """
     bounds = [rectangle.bounds for rectangle in found]
     common = [one for one, _ in collections.Counter(bounds).most_common(3)]
-    layers: dict[tuple[int | None, int | None], list[list[Rectangle]]] = {}
+    layers: dict[tuple[int | None, int | None], list[list[RingRectangle]]] = {}
     for rectangle, own in zip(found, bounds, strict=True):
         band = own if own == common[0] else next((one for one in common if rectangle.fits(*one)), own)
         layer = layers.setdefault(band, [])
@@ -236,7 +236,7 @@ def calls_of(found: Sequence[Rectangle], rows: int, keys: int, origins: bool) ->
     return [_call(call, Band(*band), rows, keys, origins) for band, layer in layers.items() for call in layer]
 
 
-def _call(found: Sequence[Rectangle], band: Band, rows: int, keys: int, origins: bool) -> RingCall:
+def _call(found: Sequence[RingRectangle], band: Band, rows: int, keys: int, origins: bool) -> RingCall:
     """The call of rectangles that follow one another; sequences without keys or rows fill the gaps between them."""
     cu_seqlens_q, cu_seqlens_k = [0], [0]
     where: list[Origin] = []

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from flashtile.core.masks import Band
 from flashtile.distributed.intervals import Kept
 from flashtile.distributed.layouts import Dealt, Layout, Name, pieces, shard_length
-from flashtile.distributed.ring import BLOCK, Ring, count
+from flashtile.distributed.ring import BLOCK, RankRing, count
 
 # The most pairs of a rank, over the mean of all ranks, of a layout that counts as even.
 EVEN = 1.05
@@ -70,7 +70,7 @@ def weigh(lengths: tuple[int, ...], world: int, layout: Layout, mask: Mask) -> W
             each = p.length if p.stride == 1 else 1
             pairs[rank] += sum(counted(p.document, p.start + n * p.stride, each) for n in range(p.length // each))
     is_exact = mask.intervals is not None  # pieces are then not joined
-    ring = Ring(lengths, lengths, world, layout, mask.band, is_exact, False, mask.intervals)
+    ring = RankRing(lengths, lengths, world, layout, mask.band, is_exact, False, mask.intervals)
     moved = sum(count(ring.seen(rank, source)) for rank in range(world) for source in range(world) if rank != source)
     return Weight(max(pairs) * world / sum(pairs) if sum(pairs) else 1.0, moved)
 

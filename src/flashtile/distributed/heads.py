@@ -15,7 +15,7 @@ from flashtile.distributed.exchange import Line, all_to_all
 _WHAT = "the exchange of heads"
 
 
-class Heads:
+class HeadExchange:
     """The exchange among the ranks of a line, in both directions, for tensors with the same rows.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flashtile.core.masks import Band
-from flashtile.distributed.calls import Rectangle
+from flashtile.distributed.calls import RingRectangle
 
 # For each row of a document its first key and the end of its keys; or for each key the same for its rows.
 Ends = tuple[tuple[int, int], ...]
@@ -37,7 +37,7 @@ class Kept:
     def __hash__(self) -> int:
         return self._hash
 
-    def spans(self, found: Rectangle) -> list[tuple[int, int]]:
+    def spans(self, found: RingRectangle) -> list[tuple[int, int]]:
         """The keys of a rectangle that any of its rows keeps, as ordered separate spans in the rectangle's indices."""
         document, (first, last) = found.origin.head, found.kept
         spans: set[tuple[int, int]] = set()
@@ -54,7 +54,7 @@ class Kept:
             for a, b in _joined(whole if self.keys is None else self._of_keys(found, whole))
         ]
 
-    def _of_keys(self, found: Rectangle, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    def _of_keys(self, found: RingRectangle, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """The keys in spans that some row of the rectangle keeps."""
         origin, (first, last) = found.origin, found.kept
         assert self.keys is not None

@@ -19,8 +19,8 @@ from flashtile.core.errors import ExchangeError, InvalidInputError, UnsupportedE
 from flashtile.core.states import in_one, sinks_gradient
 from flashtile.distributed.copies import Copies, may_copy, reach
 from flashtile.distributed.exchange import Line, Messages, add_up, agree, any_of, refuse_differences, shortened
-from flashtile.distributed.heads import Heads
-from flashtile.distributed.launches import OfRows, Part, Wholes, four, has_pairs, with_
+from flashtile.distributed.heads import HeadExchange
+from flashtile.distributed.launches import OfRows, RankPart, Wholes, four, has_pairs, with_
 from flashtile.distributed.layouts import Dealt, ranges, shard_length
 from flashtile.distributed.plan import make_plan
 from flashtile.distributed.spec import Saved, Spec, Whole, saved_of
@@ -261,7 +261,7 @@ class RingKind:
         batch = 1 if spec.packed else problem.batch
         lengths_q, lengths_k = (x if batch else (0,) for x in (spec.lengths_q, spec.lengths_k))
         batch, layout = max(batch, 1), spec.layout
-        self._heads: tuple[Heads, Heads] | None = None
+        self._heads: tuple[HeadExchange, HeadExchange] | None = None
         if heads.size > 1:
             made = [self._exchange(heads, ring, lengths, batch, t.q.device) for lengths in (lengths_q, lengths_k)]
             self._heads = made[0], made[1]
@@ -277,7 +277,7 @@ class RingKind:
             lengths_q, lengths_k, ring.size, ring.rank, layout, spec.band, batch=batch, origins=_needs_places(spec, t),
             whole=most is not None, intervals=spec.intervals,
         )  # fmt: skip
-        part = Part(problem.num_heads_q, self._some.start, _tells_origins(spec, t), problem.large_scores)
+        part = RankPart(problem.num_heads_q, self._some.start, _tells_origins(spec, t), problem.large_scores)
         messages: Messages | Copies = Messages(ring)
         if copies and ring.size > 1 and ring is spec.ranks.ring and spec.comm != "allgather":
             kv, keys = problem.num_heads_kv * self._repeats // heads.size, shard_length(sum(lengths_k), ring.size, 0)
@@ -287,7 +287,9 @@ class RingKind:
         share = problem.dtype.itemsize / (problem.dtype.itemsize + problem.lse_dtype.itemsize)
         self._steps = Steps(plan, ring, spec.options, part, t.q.device, messages, most, share, self._repeats == 1)
 
-    def _exchange(self, heads: Line, ring: Line, lengths: tuple[int, ...], batch: int, device: torch.device) -> Heads:
+    def _exchange(
+        self, heads: Line, ring: Line, lengths: tuple[int, ...], batch: int, device: torch.device
+    ) -> HeadExchange:
         ranks, layout = self.spec.ranks, self.spec.layout
         if heads is ranks.ring:
             shards = [ranges(lengths, heads.size, i, layout) for i in range(heads.size)]
@@ -295,7 +297,7 @@ class RingKind:
             mine = shard_length(sum(lengths), ring.size, ring.rank)
             ends = [0, *itertools.accumulate(shard_length(mine, heads.size, i) for i in range(heads.size))]
             shards = [(range(*pair),) for pair in itertools.pairwise(ends)]
-        return Heads(heads, shards, batch, device)
+        return HeadExchange(heads, shards, batch, device)
 
     def forward(self, t: Tensors) -> tuple[Tensor, Tensor | None, Saved]:
         """Returns out and lse (None if not wanted) in the shapes of ``api.attention``, and what the backward needs."""

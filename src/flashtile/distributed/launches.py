@@ -16,7 +16,7 @@ from flashtile.call.problem import Problem
 from flashtile.core.states import Partial, in_parts
 from flashtile.distributed.calls import RingCall
 from flashtile.distributed.plan import Plan
-from flashtile.distributed.ring import RingStep, Share
+from flashtile.distributed.ring import OwnShare, RingStep
 from flashtile.ops import dispatch
 from flashtile.ops import operators as ops
 
@@ -24,7 +24,7 @@ from flashtile.ops import operators as ops
 Keys = tuple[Tensor, Tensor]
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """The part of the whole call that a rank's tensors are.
 
     Attributes:
@@ -98,7 +98,7 @@ class Wholes(NamedTuple):
 class CallPlan:
     """One call of a step, with backend plans that are made when first needed."""
 
-    def __init__(self, call: RingCall, options: Options, part: Part, device: torch.device, is_last: bool) -> None:
+    def __init__(self, call: RingCall, options: Options, part: RankPart, device: torch.device, is_last: bool) -> None:
         self._bounds, band = (call.cu_seqlens_q, call.cu_seqlens_k), call.band
         self.options = dataclasses.replace(
             options,
@@ -116,14 +116,14 @@ class CallPlan:
         if call.cu_seqlens_k != call.cu_seqlens_q:
             self._bounds_k = _int32(call.cu_seqlens_k, device)
         self._origins: Tensor | None = None
-        self._places: Places | None = None
+        self._places: CallPlaces | None = None
         if call.origins:
             if part.with_origins:
                 rows = [o._replace(head=o.head * part.heads + part.first_head) for o in call.origins]
                 self._origins = _int32(rows, device)
             self._entries = _int32([o.head for o in call.origins], device)
             self._table = _int32([(*o[:5], part.first_head) for o in call.origins], device)
-            self._places = Places(call, device)
+            self._places = CallPlaces(call, device)
         self._is_last = is_last
         # Whether dk and dv are in the keys' dtype, since no other call adds to them.
         self.rounds = False
@@ -219,7 +219,7 @@ def four(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())]
 
 
-class Places:
+class CallPlaces:
     """The places of a call's sequences in the whole; they select the parts of the whole's masks and biases.
 
     Args:
@@ -340,7 +340,9 @@ class Running:
         large_scores: ``Problem.large_scores``.
     """
 
-    def __init__(self, t: Tensors, share: Share, sinks: Tensor | None, into: Tensor | None, large_scores: bool) -> None:
+    def __init__(
+        self, t: Tensors, share: OwnShare, sinks: Tensor | None, into: Tensor | None, large_scores: bool
+    ) -> None:
         self._t, self._large_scores = some_of(t, share.rows, share.keys), large_scores
         self._into = None if into is None else into[slice(*share.rows)]
         self._state = None if sinks is None else self._start(sinks)

@@ -24,7 +24,7 @@ from flashtile.core.masks import Band
 from flashtile.distributed.calls import RingCall, aligned, calls_of, moved, parts_in, repeated
 from flashtile.distributed.intervals import Kept
 from flashtile.distributed.layouts import Layout, check, shard_length
-from flashtile.distributed.ring import Own, Ring, RingStep, Send, Spans, count, own_of
+from flashtile.distributed.ring import Own, RankRing, RingStep, Send, Spans, count, own_of
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def make_plan(
     check(lengths_k, world, rank, layout)
     if batch < 1 or lag < 1:
         raise InvalidInputError("batch" if batch < 1 else "lag", f"must be at least 1, got {min(batch, lag)}")
-    ring = Ring(lengths_q, lengths_k, world, layout, band, origins, whole, intervals)
+    ring = RankRing(lengths_q, lengths_k, world, layout, band, origins, whole, intervals)
     rows, before = shard_length(sum(lengths_q), world, rank), ring.private(rank)[0]
     known: dict[tuple[RingCall, ...], tuple[RingCall, ...]] = {}  # equal calls of many steps are one object
     steps = []
@@ -120,7 +120,7 @@ def _of_batch(spans: Spans, rows: int, batch: int) -> Spans:
     return tuple((entry * rows + start, entry * rows + stop) for entry in range(batch) for start, stop in spans)
 
 
-def _step(ring: Ring, rank: int, number: int, lag: int, batch: int, calls: tuple[RingCall, ...]) -> RingStep:
+def _step(ring: RankRing, rank: int, number: int, lag: int, batch: int, calls: tuple[RingCall, ...]) -> RingStep:
     """A step, with the keys and sums that travel for it."""
     source, before = ((rank - number + back) % ring.world for back in (0, 1))
     if number == 0:

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashtile.core.masks import Band
-from flashtile.distributed.calls import Rectangle, RingCall, aligned, calls_of, rectangles, repeated, whole_documents
+from flashtile.distributed.calls import (
+    RingCall,
+    RingRectangle,
+    aligned,
+    calls_of,
+    rectangles,
+    repeated,
+    whole_documents,
+)
 from flashtile.distributed.intervals import Kept
 from flashtile.distributed.layouts import Layout, Piece, cut, pieces, shard_length
 
@@ -27,7 +35,7 @@ def count(spans: Spans) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-class Ring:
+class RankRing:
     """The rows and keys that each rank holds, and the keys that it needs. Arguments: see ``make_plan``."""
 
     def __init__(
@@ -47,7 +55,7 @@ class Ring:
 
     def rectangles(
         self, rank: int, source: int, rows: tuple[int, int] | None = None, keys: tuple[int, int] | None = None
-    ) -> list[Rectangle]:
+    ) -> list[RingRectangle]:
         """What ``rank`` computes over the keys of ``source``, by document; for some rows and keys if these are set."""
         of_rows, of_keys = within(self.rows(rank), rows), within(self.columns(source), keys)
         return [
@@ -177,7 +185,7 @@ class RingStep:
         return count(self.spans)
 
 
-class Share(NamedTuple):
+class OwnShare(NamedTuple):
     """Calls of a range of a rank's rows over a range of its own keys.
 
     Attributes:
@@ -215,14 +223,14 @@ class Own:
             has half of the keys or more.
     """
 
-    private: Share | None
-    common: Share
-    remote_rows: Share
-    local_rows: Share
-    joined: Share | None
-    whole: Share | None
-    shared_keys: Share
-    private_keys: tuple[Share, ...]
+    private: OwnShare | None
+    common: OwnShare
+    remote_rows: OwnShare
+    local_rows: OwnShare
+    joined: OwnShare | None
+    whole: OwnShare | None
+    shared_keys: OwnShare
+    private_keys: tuple[OwnShare, ...]
 
 
 # Local rows must be more than an eighth of the rows, and private keys more than half of the keys: each call has a cost
@@ -230,7 +238,7 @@ class Own:
 _FEW_ROWS, _FEW_KEYS = 8, 2
 
 
-def own_of(ring: Ring, rank: int, batch: int, steps: Sequence[RingStep]) -> Own:
+def own_of(ring: RankRing, rank: int, batch: int, steps: Sequence[RingStep]) -> Own:
     """Divides step 0 into parts.
 
     In a batch of several entries, a range of one entry's rows is not contiguous: rows and keys are not divided there.
@@ -241,22 +249,22 @@ def own_of(ring: Ring, rank: int, batch: int, steps: Sequence[RingStep]) -> Own:
         lengths = [(ring.lengths_q[document], ring.lengths_k[document]) for document in documents]
         call = repeated(whole_documents(documents, lengths, ring.band, ring.origins), batch)
         ends = [shard_length(sum(x), ring.world, rank) * batch for x in (ring.lengths_q, ring.lengths_k)]
-        private = Share((rows_open * batch, ends[0]), (keys_open * batch, ends[1]), (call,))
+        private = OwnShare((rows_open * batch, ends[0]), (keys_open * batch, ends[1]), (call,))
 
-    def share(some_rows: tuple[int, int], some_keys: tuple[int, int]) -> Share:
+    def share(some_rows: tuple[int, int], some_keys: tuple[int, int]) -> OwnShare:
         found = ring.rectangles(rank, rank, some_rows, some_keys)
         sizes = some_rows[1] - some_rows[0], some_keys[1] - some_keys[0]
         if some_keys != (0, keys_open):
             found = aligned(found, sizes[0])
         calls = tuple(repeated(call, batch) for call in calls_of(found, *sizes, ring.origins))
         (a, b), (c, d) = some_rows, some_keys
-        return Share((a * batch, b * batch), (c * batch, d * batch), calls)
+        return OwnShare((a * batch, b * batch), (c * batch, d * batch), calls)
 
     rows, keys = (shard_length(sum(x), ring.world, rank) for x in (ring.lengths_q, ring.lengths_k))
     everything = (0, rows_open), (0, keys_open)
     common = remote_rows = shared_keys = share(*everything)
-    local_rows = private or Share((rows * batch,) * 2, (keys * batch,) * 2, ())
-    private_keys: tuple[Share, ...] = ()
+    local_rows = private or OwnShare((rows * batch,) * 2, (keys * batch,) * 2, ())
+    private_keys: tuple[OwnShare, ...] = ()
     last = max((_last_row(call) for step in steps[1:] for call in step.calls), default=0)
     shared = min(rows_open, -(-last // BLOCK) * BLOCK)
     if batch == 1 and rows_open - shared > rows_open // _FEW_ROWS:
@@ -280,8 +288,8 @@ def own_of(ring: Ring, rank: int, batch: int, steps: Sequence[RingStep]) -> Own:
 
 
 def _joined(
-    ring: Ring, rank: int, steps: Sequence[RingStep], rows: tuple[int, int], keys: tuple[int, int] | None
-) -> Share | None:
+    ring: RankRing, rank: int, steps: Sequence[RingStep], rows: tuple[int, int], keys: tuple[int, int] | None
+) -> OwnShare | None:
     """Rows over the keys of the one step with calls, then over own keys; by default the own keys that the rows see."""
     busy = [step for step in steps if step.number and step.calls]
     if len(busy) != 1:
@@ -316,7 +324,7 @@ def _joined(
         for rectangle in rectangles(pieces_q, held[document], ring.band, ring.shifts[document], ring.origins)
     ]
     calls = calls_of(parts, rows[1] - rows[0], total, ring.origins)
-    return Share(rows, keys, tuple(calls)) if len(calls) == 1 else None
+    return OwnShare(rows, keys, tuple(calls)) if len(calls) == 1 else None
 
 
 def _last_row(call: RingCall) -> int:

@@ -22,9 +22,9 @@ from flashtile.call.backend import Chain, Gradients
 from flashtile.distributed.calls import RingCall, in_two, of_first_rows
 from flashtile.distributed.copies import Copies
 from flashtile.distributed.exchange import Line, Messages, Parcel, gather, scatter_sums
-from flashtile.distributed.launches import CallPlan, Keys, OfRows, Part, Running, Stage, some_of, stages_of, wide
+from flashtile.distributed.launches import CallPlan, Keys, OfRows, RankPart, Running, Stage, some_of, stages_of, wide
 from flashtile.distributed.plan import Plan
-from flashtile.distributed.ring import RingStep, Share, Spans
+from flashtile.distributed.ring import OwnShare, RingStep, Spans
 from flashtile.distributed.sums import NO_SUMS, Sums, add, parcels, rounded
 
 
@@ -49,7 +49,7 @@ class Steps:
         plan: Plan,
         line: Line,
         options: Options,
-        part: Part,
+        part: RankPart,
         device: torch.device,
         messages: Messages | Copies,
         most_keys: int | None = None,
@@ -337,7 +337,7 @@ class Steps:
         return dk, dv
 
     def _keys(
-        self, stage: Stage, t: Tensors, held: Keys, joined: Share | None = None
+        self, stage: Stage, t: Tensors, held: Keys, joined: OwnShare | None = None
     ) -> tuple[list[Parcel], list[Parcel], Keys]:
         """The keys that leave and arrive in a stage, and the pair of tensors for those that arrive, or the own keys.
 

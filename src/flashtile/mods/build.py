@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from flashtile.mods.graph import COMMUTATIVE, INPUTS, LEAVES, OPERATORS, Graph, Node, Partial, inputs_of
+from flashtile.mods.graph import COMMUTATIVE, INPUTS, LEAVES, OPERATORS, Graph, LoadDerivative, Node, inputs_of
 
 
-class Builder:
+class GraphBuilder:
     """Builds a graph operator by operator. Equal operators become one node, and constant ones are computed here."""
 
     def __init__(self) -> None:
@@ -86,8 +86,8 @@ class Builder:
 
 
 def finished(
-    made: Builder, what: str, result: int, slope: int | None, partials: Sequence[Partial], kinds: Mapping[int, str],
-    numbers: Mapping[int, str],
+    made: GraphBuilder, what: str, result: int, slope: int | None, partials: Sequence[LoadDerivative],
+    kinds: Mapping[int, str], numbers: Mapping[int, str],
 ) -> tuple[Graph, list[int], list[int]]:  # fmt: skip
     """The canonical graph of a builder's nodes, and its operands and numbers in the order of their use.
 
@@ -125,7 +125,7 @@ def finished(
 
     result = visit(result)
     slope = None if slope is None else visit(slope)
-    kept = tuple(Partial(visit(p.load), visit(p.slope)) for p in partials if made.value(p.slope) != 0)
+    kept = tuple(LoadDerivative(visit(p.load), visit(p.slope)) for p in partials if made.value(p.slope) != 0)
     graph = Graph(
         what, tuple(kinds[n] for n in of_operands), tuple(numbers[n] for n in of_numbers), tuple(nodes), result, slope,
         kept,
@@ -133,7 +133,7 @@ def finished(
     return graph, list(of_operands), list(of_numbers)
 
 
-def _shapes(made: Builder) -> list[str]:
+def _shapes(made: GraphBuilder) -> list[str]:
     """For each node a text of its computation without operands and numbers, by which the terms of a sum are ordered."""
     found: list[str] = []
     for node in made.nodes:
@@ -147,7 +147,7 @@ def _shapes(made: Builder) -> list[str]:
     return found
 
 
-def rebuilt(graph: Graph, into: Builder, leaf: Callable[[Node], int | None]) -> list[int]:
+def rebuilt(graph: Graph, into: GraphBuilder, leaf: Callable[[Node], int | None]) -> list[int]:
     """A graph's nodes in a builder, by number. ``leaf`` may replace a node by another one."""
     found: list[int] = []
     for node in graph.nodes:
@@ -162,7 +162,7 @@ def rebuilt(graph: Graph, into: Builder, leaf: Callable[[Node], int | None]) -> 
 
 def with_values(graph: Graph, numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> str:
     """The text of the graph, with numbers and operands' sizes as constants."""
-    made = Builder()
+    made = GraphBuilder()
 
     def leaf(node: Node) -> int | None:
         if node.op == "number":
@@ -170,6 +170,6 @@ def with_values(graph: Graph, numbers: Sequence[float], sizes: Sequence[Sequence
         return made.const(sizes[node.args[0]][node.args[1]], node.kind) if node.op == "size" else None
 
     at = rebuilt(graph, made, leaf)
-    partials = [Partial(at[p.load], at[p.slope]) for p in graph.partials]
+    partials = [LoadDerivative(at[p.load], at[p.slope]) for p in graph.partials]
     slope = None if graph.slope is None else at[graph.slope]
     return finished(made, graph.what, at[graph.result], slope, partials, dict(enumerate(graph.operands)), {})[0].text

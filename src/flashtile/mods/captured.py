@@ -49,7 +49,7 @@ class _Unwatched(Exception):
 
 
 @dataclass(eq=False)
-class Captured:
+class CapturedValues:
     """What a function reads.
 
     Attributes:
@@ -63,7 +63,7 @@ class Captured:
     numbers: list[int | float] = field(default_factory=list)
 
 
-def captured(f: Callable[..., Any]) -> Captured | None:
+def captured(f: Callable[..., Any]) -> CapturedValues | None:
     """What a function reads; None if it may read something that cannot be watched."""
     walk = _Walk(None)
     try:
@@ -83,7 +83,7 @@ class _Walk:
     """One walk over a function. With ``number`` it makes a copy."""
 
     def __init__(self, number: Callable[[int], Any] | None) -> None:
-        self.found, self._number = Captured(), number
+        self.found, self._number = CapturedValues(), number
         self._tensors: dict[int, int] = {}
         self._functions: dict[tuple[int, int, bool], tuple[int, Any]] = {}
         self._within: set[int] = set()

@@ -39,7 +39,7 @@ def lists_of(block_mask: Any) -> BlockMask:
     kept = vars(block_mask).get("_flashtile")
     if kept is None or not kept.holds(read):
         with torch.inference_mode(False):  # autograd could not save tensors made in inference mode for a backward
-            kept = _Kept(read, block_mask.mask_mod, _converted(block_mask))
+            kept = _KeptLists(read, block_mask.mask_mod, _converted(block_mask))
         if kept.lists.row_items.is_cuda:
             # The next call may be on another stream.
             torch.cuda.current_stream(kept.lists.row_items.device).synchronize()
@@ -55,7 +55,7 @@ def keep(block_mask: Any, lists: BlockMask) -> None:
     read = _read_of(block_mask)
     if read is not None:
         reads = _reads_of(block_mask.mask_mod) if lists.has_bits else None
-        block_mask._flashtile = _Kept(read, block_mask.mask_mod, lists, reads)
+        block_mask._flashtile = _KeptLists(read, block_mask.mask_mod, lists, reads)
 
 
 class _Read(NamedTuple):
@@ -66,7 +66,7 @@ class _Read(NamedTuple):
     sizes: tuple[Any, Any]
 
 
-class _Kept(NamedTuple):
+class _KeptLists(NamedTuple):
     """The conversion of PyTorch's mask.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Kept(NamedTuple):
         same = all(x is y for x, y in zip(old.lists, now.lists, strict=True))
         return same and old.versions == now.versions and old.sizes == now.sizes
 
-    def with_function(self, mask_mod: Any) -> _Kept:
+    def with_function(self, mask_mod: Any) -> _KeptLists:
         """The same lists with the mask's present function, without bits of another function or of earlier values."""
         lists = self.lists
         if mask_mod is not self.mask_mod:

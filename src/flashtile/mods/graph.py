@@ -47,7 +47,7 @@ class Node(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
-class Partial(NamedTuple):
+class LoadDerivative(NamedTuple):
     """The derivative of the result with respect to a load; both are numbers of nodes."""
 
     load: int
@@ -102,7 +102,7 @@ class Graph:
     nodes: tuple[Node, ...]
     result: int
     slope: int | None
-    partials: tuple[Partial, ...] = ()
+    partials: tuple[LoadDerivative, ...] = ()
 
     @functools.cached_property
     def text(self) -> str:
@@ -164,7 +164,7 @@ def parse(text: str) -> Graph:
         graph = Graph(
             what, tuple(x for x in operands if x != "-"), tuple(x for x in numbers.split(" ") if x != "-"),
             tuple(nodes), int(result), None if slope == "-" else int(slope),
-            tuple(Partial(*map(int, pair.split(":"))) for pair in partials),
+            tuple(LoadDerivative(*map(int, pair.split(":"))) for pair in partials),
         )  # fmt: skip
     except (ValueError, TypeError, IndexError) as error:
         raise GraphError(f"{text!r} is no graph of a mod: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flashtile.mods.build import Builder
+from flashtile.mods.build import GraphBuilder
 from flashtile.mods.graph import OPERATORS, kind_of
 from flashtile.mods.reading import Refused
 
@@ -30,7 +30,7 @@ _CONSTANTS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like
 _FILLED = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1, "fill_": 1}
 
 
-def _formulas(b: Builder) -> dict[str, Callable[..., int]]:
+def _formulas(b: GraphBuilder) -> dict[str, Callable[..., int]]:
     """Operators that become several of a graph's operators. The arguments are nodes of floats."""
 
     def op(name: str, *args: int) -> int:
@@ -87,7 +87,7 @@ def _decomposed(recorder: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _known(recorder: Any, name: str) -> Callable[[Any, Any, str], int] | None:
     """A function that makes an operator's node from its arguments and its result's kind; None for unknown operators."""
-    b: Builder = recorder.made
+    b: GraphBuilder = recorder.made
     node = recorder.node
     own = _NAMES.get(name, name)
     formula = _formulas(b).get(name)
@@ -140,7 +140,7 @@ def _known(recorder: Any, name: str) -> Callable[[Any, Any, str], int] | None:
     return plain if own in OPERATORS and own not in ("cast", "where") else None
 
 
-def _times(b: Builder, n: int, args: Any, kwargs: Any) -> int:
+def _times(b: GraphBuilder, n: int, args: Any, kwargs: Any) -> int:
     """A node multiplied by an operator's ``alpha``."""
     alpha, kind = kwargs.get("alpha", args[2] if len(args) > 2 else 1), b.nodes[n].kind
     return n if alpha == 1 else b.add("mul", kind, n, b.const(alpha, kind))

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flashtile.mods.build import Builder, finished, rebuilt
-from flashtile.mods.graph import Graph, Node, Partial, inputs_of, parse
+from flashtile.mods.build import GraphBuilder, finished, rebuilt
+from flashtile.mods.graph import Graph, LoadDerivative, Node, inputs_of, parse
 
 
 class Sum(NamedTuple):
@@ -59,7 +59,7 @@ def band_of(text: str) -> tuple[tuple[Bound, ...], Rest] | None:
         return None
     if not left:
         return tuple(bounds), _NOTHING
-    made = Builder()
+    made = GraphBuilder()
     at = rebuilt(graph, made, lambda node: None)
     result = at[left[0]]
     for n in left[1:]:
@@ -99,11 +99,11 @@ def _without_cap(graph: Graph, before: int, handed: int) -> Rest:
 
     With 1 in place of that node, the graph computes its own derivative.
     """
-    made = Builder()
+    made = GraphBuilder()
     one, numbered = made.const(1.0, "f"), iter(range(len(graph.nodes)))
     at = rebuilt(graph, made, lambda node: one if next(numbered) == handed else None)
     assert graph.slope is not None
-    partials = [Partial(at[p.load], at[p.slope]) for p in graph.partials]
+    partials = [LoadDerivative(at[p.load], at[p.slope]) for p in graph.partials]
     return _rest(graph, made, at[before], at[graph.slope], partials)
 
 
@@ -113,7 +113,7 @@ def is_identity(text: str) -> bool:
     return graph.nodes[graph.result].op == "score"
 
 
-def _rest(graph: Graph, made: Builder, result: int, slope: int | None, partials: Sequence[Partial]) -> Rest:
+def _rest(graph: Graph, made: GraphBuilder, result: int, slope: int | None, partials: Sequence[LoadDerivative]) -> Rest:
     kinds, numbers = dict(enumerate(graph.operands)), dict(enumerate(graph.numbers))
     found, operands, places = finished(made, graph.what, result, slope, partials, kinds, numbers)
     return Rest(found.text, tuple(operands), tuple(places))

@@ -14,7 +14,7 @@ from torch import Tensor
 from flashtile.core.errors import InvalidInputError
 from flashtile.mods import recognise
 from flashtile.mods.build import with_values
-from flashtile.mods.captured import Captured, captured, with_numbers
+from flashtile.mods.captured import CapturedValues, captured, with_numbers
 from flashtile.mods.graph import Graph, kind_of, parse
 from flashtile.mods.reading import TraceError, taken, untransformed
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flashtile.mods.trace import Traced
 
 
-class Operand(NamedTuple):
+class OperandKind(NamedTuple):
     """The properties of a mod's tensor that kernels are built for.
 
     Attributes:
@@ -38,7 +38,7 @@ class ModKey(NamedTuple):
     """A mod in a ``Problem``: its graph's text and operands, without values and lengths."""
 
     text: str
-    operands: tuple[Operand, ...]
+    operands: tuple[OperandKind, ...]
 
     @property
     def graph(self) -> Graph:
@@ -73,7 +73,7 @@ _Part = tuple[str, tuple[tuple[Any, tuple[Any, ...]], ...], tuple[Any, ...]]
 _Bound = tuple[bool, int, tuple[tuple[Any, int], ...]]
 
 
-class _Kept(NamedTuple):
+class _KeptGraph(NamedTuple):
     """The record that is kept of a function's code.
 
     Attributes:
@@ -92,13 +92,13 @@ class _Kept(NamedTuple):
 
 
 # The record of a function, and the tensors and numbers that it reads now.
-_Read = tuple[_Kept, Sequence[Tensor], Sequence[float]]
+_Read = tuple[_KeptGraph, Sequence[Tensor], Sequence[float]]
 _PARAMETERS = {"score": ("score", "b", "h", "q_idx", "kv_idx"), "mask": ("b", "h", "q_idx", "kv_idx")}
 _MOST = 1024
 _FLOAT32 = torch.finfo(torch.float32)
 # Records by captured keys. None if numbers and lengths are in the text: the record is then in ``_of_values``.
-_kept: dict[Any, _Kept | None] = {}
-_of_values: dict[Any, _Kept] = {}
+_kept: dict[Any, _KeptGraph | None] = {}
+_of_values: dict[Any, _KeptGraph] = {}
 
 
 def lowered(
@@ -157,7 +157,7 @@ def _recorded(f: Callable[..., Any], argument: str, what: str) -> _Read:
 
 
 def _of_call(
-    kept: _Kept, recognises: bool, tensors: Sequence[Tensor], given: Sequence[float], is_mapped: bool
+    kept: _KeptGraph, recognises: bool, tensors: Sequence[Tensor], given: Sequence[float], is_mapped: bool
 ) -> Lowered:
     """A record with the tensors and numbers of a call."""
     _, part, rest, bounds, cap = kept
@@ -184,23 +184,23 @@ def _of_call(
     return Lowered(text, tuple(read), tuple([float(given[n]) for n in places]), tuple(found), softcap, is_mapped)
 
 
-def _key(found: Captured, what: str) -> Any:
+def _key(found: CapturedValues, what: str) -> Any:
     """The key of a graph that holds for all values."""
     return what, tuple(found.key), tuple((kind_of(x.dtype), x.dim()) for x in found.tensors)
 
 
-def _values(found: Captured) -> Any:
+def _values(found: CapturedValues) -> Any:
     """The further key of a graph that holds for these values alone."""
     return tuple(map(repr, found.numbers)), tuple(tuple(x.shape) for x in found.tensors)
 
 
-def _known(key: Any, found: Captured) -> _Kept | None:
+def _known(key: Any, found: CapturedValues) -> _KeptGraph | None:
     if key not in _kept:
         return None
     return _kept[key] or _of_values.get((key, _values(found)))
 
 
-def _traced(f: Callable[..., Any], found: Captured | None, key: Any, what: str) -> _Read:
+def _traced(f: Callable[..., Any], found: CapturedValues | None, key: Any, what: str) -> _Read:
     """Traces a function, and keeps the record if everything that it reads is watched."""
     from flashtile.mods.trace import trace  # what few programs need is not loaded by all
 
@@ -221,7 +221,7 @@ def _traced(f: Callable[..., Any], found: Captured | None, key: Any, what: str) 
     return made, found.tensors, found.numbers
 
 
-def _lifted(f: Callable[..., Any], found: Captured, what: str, plain: Traced) -> Traced | None:
+def _lifted(f: Callable[..., Any], found: CapturedValues, what: str, plain: Traced) -> Traced | None:
     """A graph that also holds for other numbers and lengths; None if there is none."""
     from flashtile.mods.trace import trace
 
@@ -240,7 +240,7 @@ def _lifted(f: Callable[..., Any], found: Captured, what: str, plain: Traced) ->
     return made
 
 
-def parted(traced: Traced) -> _Kept:
+def parted(traced: Traced) -> _KeptGraph:
     """A graph, with the parts that are recognised."""
     text = traced.graph.text
     operands, numbers = tuple((view.tensor, view.steps) for view in traced.operands), traced.numbers
@@ -253,17 +253,17 @@ def parted(traced: Traced) -> _Kept:
     if traced.graph.what == "score":
         ends = recognise.softcap_of(text)
         if ends is None:
-            return _Kept(text, whole, None, (), None)
+            return _KeptGraph(text, whole, None, (), None)
         cap = ends[0], None if ends[1] is None else numbers[ends[1]]
-        return _Kept(text, whole, part(ends[2]), (), cap)
+        return _KeptGraph(text, whole, part(ends[2]), (), cap)
     band = recognise.band_of(text)
     if band is None:
-        return _Kept(text, whole, None, (), None)
+        return _KeptGraph(text, whole, None, (), None)
     bounds = tuple(
         (bound.is_right, bound.most.constant, tuple((numbers[n], factor) for n, factor in bound.most.numbers))
         for bound in band[0]
     )
-    return _Kept(text, whole, part(band[1]), bounds, None)
+    return _KeptGraph(text, whole, part(band[1]), bounds, None)
 
 
 def _check_parameters(f: Callable[..., Any], argument: str, what: str) -> None:

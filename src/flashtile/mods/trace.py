@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from flashtile.mods.build import Builder, finished
-from flashtile.mods.graph import INPUTS, Graph, Partial, kind_of
+from flashtile.mods.build import GraphBuilder, finished
+from flashtile.mods.graph import INPUTS, Graph, LoadDerivative, kind_of
 from flashtile.mods.operators import record
 from flashtile.mods.reading import Refused, TraceError, View, is_metadata, of_metadata, untransformed, viewed
 
@@ -68,7 +68,7 @@ def trace(
     Raises:
         TraceError: The function does something that a mod may not.
     """
-    with _nothing_else(), Recorder(tensors) as recorder:
+    with _nothing_else(), GraphRecorder(tensors) as recorder:
         try:
             return recorder.run(bound, what, numbers)
         except Exception as error:
@@ -148,7 +148,7 @@ class _Number(Unknown):
         raise Refused("makes a text of a number")
 
 
-class Recorder(TorchDispatchMode):
+class GraphRecorder(TorchDispatchMode):
     """Records the operators of a run."""
 
     @classmethod
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self.made, self.tensors = Builder(), list(tensors)
+        self.made, self.tensors = GraphBuilder(), list(tensors)
         self._nodes: dict[int, int] = {}
         self._alive: list[Any] = []
         self.operands: list[View] = []
@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
             raise Refused(f"returns {type(out).__name__}, must return one {'score' if what == 'score' else 'bool'}")
         result = self.made.cast(self.node(out), "f" if what == "score" else "b")
         slope: int | None = None
-        partials: list[Partial] = []
+        partials: list[LoadDerivative] = []
         if what == "score":
             slope, partials = self._derivative(out, score)
         sized = {n: f"{kind_of(self.of(v).dtype)}{self.of(v).dim()}" for n, v in enumerate(self.operands)}
@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
         return Traced(graph, tuple(self.operands[n] for n in operands), tuple(places), self.asked_lengths,
                       self.asked_more, self.tensors)  # fmt: skip
 
-    def _derivative(self, out: Tensor, score: Tensor) -> tuple[int, list[Partial]]:
+    def _derivative(self, out: Tensor, score: Tensor) -> tuple[int, list[LoadDerivative]]:
         """The result's derivatives with respect to the score, and to each load."""
         zero = self.made.const(0.0, "f")
         if not out.requires_grad:
@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):
                 slope = self.made.cast(self.node(found), "f")
                 sums[load] = self.made.add("add", "f", sums[load], slope) if load in sums else slope
         slope = zero if first is None else self.made.cast(self.node(first), "f")
-        return slope, [Partial(load, slope) for load, slope in sums.items()]
+        return slope, [LoadDerivative(load, slope) for load, slope in sums.items()]
 
     def of(self, view: View) -> Tensor:
         """The view itself."""
@@ -295,7 +295,7 @@ class Recorder(TorchDispatchMode):
 class _Reads(TorchFunctionMode):
     """Turns indexing into loads and views into views; any other use of a captured tensor is an error."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: GraphRecorder) -> None:
         super().__init__()
         self.recorder, self._is_captured = recorder, recorder.is_captured
         self._scalars: dict[int, Tensor] = {}

@@ -12,7 +12,7 @@ from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu import forward as cpu_forward
 from flashtile.backends.cpu.order import order_of
 from flashtile.backends.cpu.paths import Path, are_large, kernel_fits, paths
-from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
+from flashtile.backends.cpu.plan import DenseSequences, Kind, Rectangle
 from flashtile.call.backend import Gradients
 from flashtile.call.functions import score_function
 from flashtile.call.problem import Problem, Tensors
@@ -38,7 +38,9 @@ class _Rows:
     rest: Tensor | None = None
 
     @classmethod
-    def of(cls, problem: Problem, seq: Sequence, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> _Rows:
+    def of(
+        cls, problem: Problem, seq: DenseSequences, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> _Rows:
         """The rows of a sequence."""
         lse, rest = seq.lse_view(lse), None
         if problem.large_scores:
@@ -160,7 +162,9 @@ def _stored(total: Tensor | None, like: Tensor | None) -> Tensor | None:
     return None if total is None or like is None else total.view(like.shape).to(like.dtype)
 
 
-def _kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
+def _kernel_shares(
+    problem: Problem, seq: DenseSequences, rows: _Rows, rectangle: Rectangle
+) -> tuple[Tensor, Tensor, Tensor]:
     """A rectangle's contribution to dq, dk and dv, heads first, from PyTorch's kernel.
 
     The kernel sums over blocks of rows, blocks of keys and the heads of a group in the inputs' dtype, so 16-bit floats
@@ -174,7 +178,7 @@ def _kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rect
     return flash.backward(dout, q, k, v, out, rows.lse[:, :, span], bias, triangle, problem.softmax_scale)
 
 
-def _add_kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rectangle, sums: _Sums) -> None:
+def _add_kernel_shares(problem: Problem, seq: DenseSequences, rows: _Rows, rectangle: Rectangle, sums: _Sums) -> None:
     span, keys = slice(*rectangle.rows), slice(*rectangle.keys)
     # The kernel always computes all three gradients; unneeded ones are discarded.
     dq, dk, dv = _kernel_shares(problem, seq, rows, rectangle)
@@ -236,7 +240,13 @@ def _add_tile_shares(
 
 
 def _add_partials(
-    problem: Problem, t: Tensors, seq: Sequence, rectangle: Rectangle, dscores: Tensor, s: tiles.Scores, sums: _Sums
+    problem: Problem,
+    t: Tensors,
+    seq: DenseSequences,
+    rectangle: Rectangle,
+    dscores: Tensor,
+    s: tiles.Scores,
+    sums: _Sums,
 ) -> None:
     """Adds to the gradients of the elements that the user's function loads."""
     function = score_function(problem, t)

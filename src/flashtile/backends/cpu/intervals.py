@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from flashtile.backends.cpu.plan import Rectangle, Sequence
+    from flashtile.backends.cpu.plan import DenseSequences, Rectangle
 
 
-def within(seq: Sequence, rectangle: Rectangle) -> Tensor | None:
+def within(seq: DenseSequences, rectangle: Rectangle) -> Tensor | None:
     """The pairs of a rectangle that intervals keep, ``(batch or 1, heads or 1, rows, keys)``; None for all."""
     keep: Tensor | None = None
     if seq.row_keys is not None:
@@ -33,7 +33,7 @@ def _span(intervals: Tensor, span: tuple[int, int]) -> Tensor:
     return intervals if intervals.shape[2] == 1 else intervals[:, :, slice(*span)]
 
 
-def cut(seq: Sequence, block: list[Rectangle]) -> list[Rectangle]:
+def cut(seq: DenseSequences, block: list[Rectangle]) -> list[Rectangle]:
     """A block of rows, without the keys at its two ends that no interval of its rows contains."""
     (first, stop), (low, high) = block[0].rows, (0, seq.seqlen_k)
     if seq.row_keys is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import plan, tiles
-from flashtile.backends.cpu.plan import Rectangle, Sequence
+from flashtile.backends.cpu.plan import DenseSequences, Rectangle
 from flashtile.call.arguments import Options
 from flashtile.call.functions import score_function
 from flashtile.call.problem import Problem, Tensors
@@ -57,7 +57,13 @@ def _tiled(given: _Tangents, out: Tensor, lse: Tensor, tensors: Tensors, problem
 
 
 def _add_tile(
-    p: Problem, t: Tensors, given: _Tangents, seq: Sequence, tile: Rectangle, lse: Tensor, sums: tuple[Tensor, Tensor]
+    p: Problem,
+    t: Tensors,
+    given: _Tangents,
+    seq: DenseSequences,
+    tile: Rectangle,
+    lse: Tensor,
+    sums: tuple[Tensor, Tensor],
 ) -> None:
     """Adds a tile's share to dlse, and to dout, which ``_tiled`` completes. All tensors have heads first."""
     rows, keys = slice(*tile.rows), slice(*tile.keys)

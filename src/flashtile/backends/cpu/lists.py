@@ -12,10 +12,10 @@ from torch import Tensor
 from flashtile.mods.block_mask import FULL, PARTIAL
 
 if TYPE_CHECKING:
-    from flashtile.backends.cpu.plan import Rectangle, Sequence
+    from flashtile.backends.cpu.plan import DenseSequences, Rectangle
 
 
-class Lists(NamedTuple):
+class BlockLists(NamedTuple):
     """The lists of some sequences, as in ``mods.block_mask.BlockMask``.
 
     Attributes:
@@ -29,7 +29,7 @@ class Lists(NamedTuple):
     block_size: tuple[int, int]
 
 
-def _kinds(lists: Lists, rows: tuple[int, int], seqlen_k: int) -> Tensor:
+def _kinds(lists: BlockLists, rows: tuple[int, int], seqlen_k: int) -> Tensor:
     """0, ``PARTIAL`` or ``FULL`` for each block that has some rows: ``(b, h, blocks of rows, blocks_k)`` int8."""
     of_rows, of_keys = lists.block_size
     bounds = lists.bounds[:, :, rows[0] // of_rows : -(-rows[1] // of_rows)].long()
@@ -46,7 +46,7 @@ def _kinds(lists: Lists, rows: tuple[int, int], seqlen_k: int) -> Tensor:
     return found.view(*bounds.shape[:3], -1)
 
 
-def cut(seq: Sequence, block: list[Rectangle]) -> list[Rectangle]:
+def cut(seq: DenseSequences, block: list[Rectangle]) -> list[Rectangle]:
     """A block of rows, without the keys that no list has; keys that all lists call full are rectangles of their own."""
     assert seq.lists is not None
     kinds, of_keys = _kinds(seq.lists, block[0].rows, seq.seqlen_k).flatten(0, 2), seq.lists.block_size[1]
@@ -60,7 +60,7 @@ def cut(seq: Sequence, block: list[Rectangle]) -> list[Rectangle]:
     return [replace(each, keys=(start, end)) for each, start, end in cut if start < end]
 
 
-def within(seq: Sequence, rectangle: Rectangle, at: dict[str, Tensor], dtype: torch.dtype) -> Tensor | None:
+def within(seq: DenseSequences, rectangle: Rectangle, at: dict[str, Tensor], dtype: torch.dtype) -> Tensor | None:
     """The pairs of a rectangle that lists and the mask function keep; it broadcasts to the scores. None for all."""
     if seq.lists is None:
         return None if seq.mask_mod is None else seq.mask_mod.values([seq.mask_mod.graph.result], at, dtype)[0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import plan
-from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
+from flashtile.backends.cpu.plan import DenseSequences, Kind, Rectangle
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Band
 
@@ -32,7 +32,7 @@ class Path:
         kernel: Whether PyTorch's kernel computes it; otherwise tiles do.
     """
 
-    seq: Sequence
+    seq: DenseSequences
     blocks: list[list[Rectangle]]
     kernel: bool
 

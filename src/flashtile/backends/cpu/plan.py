@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu import intervals
 from flashtile.backends.cpu import lists as block_lists
-from flashtile.backends.cpu.sequences import Sequence as Sequence
+from flashtile.backends.cpu.sequences import DenseSequences as DenseSequences
 from flashtile.backends.cpu.sequences import four_dimensional as four_dimensional
 from flashtile.backends.cpu.sequences import sequences as sequences
 from flashtile.call.problem import Problem
@@ -51,7 +51,7 @@ class Rectangle:
     kind: Kind
 
 
-def blocks_of(band: Band, seq: Sequence, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
+def blocks_of(band: Band, seq: DenseSequences, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
     """``row_blocks`` of a sequence, without the keys that intervals or lists leave out."""
     for block in row_blocks(band, seq.seqlen_q, seq.seqlen_k, tile_rows=tile_rows):
         kept = block if seq.row_keys is None and seq.key_rows is None else intervals.cut(seq, block)
@@ -123,7 +123,7 @@ def _row_block(
 
 
 def tile_bias(
-    problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torch.dtype, *, alibi: bool = True
+    problem: Problem, seq: DenseSequences, rectangle: Rectangle, dtype: torch.dtype, *, alibi: bool = True
 ) -> Tensor | None:
     """The sum added to a rectangle's scores: ALiBi, the bias, and -inf where the band or the mask drops a pair.
 
@@ -158,7 +158,7 @@ def tile_bias(
     return total.expand(*total.shape[:2], row_stop - row, key_stop - key)
 
 
-def selections(seq: Sequence, rectangle: Rectangle, dtype: torch.dtype) -> list[Tensor]:
+def selections(seq: DenseSequences, rectangle: Rectangle, dtype: torch.dtype) -> list[Tensor]:
     """The pairs of a rectangle that each mask except the band keeps; they broadcast to its scores."""
     given = [None if seq.mask is None else part(seq.mask, rectangle), intervals.within(seq, rectangle)]
     if seq.lists is not None or seq.mask_mod is not None:
@@ -166,7 +166,7 @@ def selections(seq: Sequence, rectangle: Rectangle, dtype: torch.dtype) -> list[
     return [kept for kept in given if kept is not None]
 
 
-def pairs(seq: Sequence, rectangle: Rectangle) -> dict[str, Tensor]:
+def pairs(seq: DenseSequences, rectangle: Rectangle) -> dict[str, Tensor]:
     """The arguments b, h, i and j of functions of pairs, which broadcast to a rectangle's scores."""
     device = seq.q.device
     b = torch.arange(seq.batch.start, seq.batch.stop, device=device)[:, None, None, None]
@@ -175,7 +175,7 @@ def pairs(seq: Sequence, rectangle: Rectangle) -> dict[str, Tensor]:
     return {"b": b, "h": h, "i": i[:, None], "j": j}
 
 
-def distances(seq: Sequence, rectangle: Rectangle) -> Tensor:
+def distances(seq: DenseSequences, rectangle: Rectangle) -> Tensor:
     """ALiBi's distances between rows' positions and keys; ``(rows, keys)`` int64."""
     i, j = (torch.arange(*span, device=seq.q.device) for span in (rectangle.rows, rectangle.keys))
     shift, at = seq.seqlen_k - seq.seqlen_q, seq.origin
@@ -184,14 +184,14 @@ def distances(seq: Sequence, rectangle: Rectangle) -> Tensor:
     return (i[:, None] + shift - j).abs()
 
 
-def has_empty_rows(problem: Problem, seq: Sequence, rectangle: Rectangle) -> bool:
+def has_empty_rows(problem: Problem, seq: DenseSequences, rectangle: Rectangle) -> bool:
     """Whether a row of the rectangle may keep none of its keys."""
     if any(x is not None for x in (seq.mask, seq.bias, seq.row_keys, seq.key_rows, seq.mask_mod, seq.lists)):
         return True
     return rectangle.kind is Kind.EDGE and _band_has_empty_rows(problem.band, *_place(problem.band, seq, rectangle))
 
 
-def _place(band: Band, seq: Sequence, rectangle: Rectangle) -> tuple[int, int, int, int]:
+def _place(band: Band, seq: DenseSequences, rectangle: Rectangle) -> tuple[int, int, int, int]:
     """The band's shape in a rectangle: row 0's diagonal key, rows, the first key, the end of the keys.
 
     Keys are counted from the rectangle's first one, or from the first one of its chunk: many rectangles share a shape.

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from flashtile.backends.cpu.lists import Lists
+from flashtile.backends.cpu.lists import BlockLists
 from flashtile.call.functions import Function, mask_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Origin
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence:
+class DenseSequences:
     """One dense problem: sequences of a dense batch, or packed ones that follow one another and are equally long.
 
     Attributes:
@@ -51,7 +51,7 @@ class Sequence:
     row_keys: Tensor | None = None
     key_rows: Tensor | None = None
     mask_mod: Function | None = None
-    lists: Lists | None = None
+    lists: BlockLists | None = None
 
     @property
     def seqlen_q(self) -> int:
@@ -93,7 +93,7 @@ def _heads_first(rows: Tensor, count: int) -> Tensor:
 
 def sequences(
     problem: Problem, tensors: Tensors, most: Callable[[int, int], int], first: int = 0
-) -> Iterator[Sequence]:
+) -> Iterator[DenseSequences]:
     """The dense problems of a call.
 
     Args:
@@ -148,7 +148,7 @@ def _sequence(
     key_place: tuple[slice | int, ...],
     lse_place: tuple[slice | int, ...],
     first: int = 0,
-) -> Sequence:
+) -> DenseSequences:
     count = len(batch)
     q = _heads_first(t.q[place], count)
     k, v = (_heads_first(x[key_place], count) for x in (t.k, t.v))
@@ -164,9 +164,9 @@ def _sequence(
     function, listed = mask_function(problem, t), None
     if t.row_blocks is not None and t.row_items is not None:
         rows, keys = problem.listed[:2]
-        listed = Lists(_of_batch(t.row_blocks, batch), t.row_items, (rows, keys))
+        listed = BlockLists(_of_batch(t.row_blocks, batch), t.row_items, (rows, keys))
     counted = range(batch.start + first, batch.stop + first)
-    return Sequence(
+    return DenseSequences(
         counted, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, None, row_keys, key_rows,
         function, listed,
     )  # fmt: skip

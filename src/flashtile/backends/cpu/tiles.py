@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import plan
-from flashtile.backends.cpu.plan import Rectangle, Sequence
+from flashtile.backends.cpu.plan import DenseSequences, Rectangle
 from flashtile.call.functions import Function, score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import philox, states
@@ -40,7 +40,7 @@ class Scores:
 
 
 def scores(
-    problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectangle, *, derivative: bool = False
+    problem: Problem, tensors: Tensors, seq: DenseSequences, rectangle: Rectangle, *, derivative: bool = False
 ) -> Scores:
     """Rules 1 to 5 and 26, and the dropout of rule 7, for one rectangle of one sequence; with ``derivative`` slopes."""
     dtype = problem.lse_dtype
@@ -84,13 +84,13 @@ def modified(
     return final.expand_as(at["score"]), slope, tuple(others)
 
 
-def kept(problem: Problem, rng_state: Tensor, seq: Sequence, rectangle: Rectangle) -> Tensor:
+def kept(problem: Problem, rng_state: Tensor, seq: DenseSequences, rectangle: Rectangle) -> Tensor:
     """The probabilities of a rectangle that dropout keeps."""
     rows, keys = rectangle.rows, rectangle.keys
     return philox.keep(rng_state, problem.dropout_p, seq.batch, problem.num_heads_q, rows, keys, seq.origin)
 
 
-def forward(problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectangle) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem, tensors: Tensors, seq: DenseSequences, rectangle: Rectangle) -> tuple[Tensor, Tensor]:
     """Partial output ``(1, num_heads_q, rows, head_dim_v)`` and lse ``(1, num_heads_q, rows)`` of a rectangle.
 
     With ``large_scores`` lse is ``states.in_parts``.
@@ -115,7 +115,7 @@ def weighted_sum(problem: Problem, weights: Tensor, x: Tensor) -> Tensor:
     return per_query_head(per_key_head(weights, problem) @ x, problem)
 
 
-def operands(problem: Problem, seq: Sequence, rectangle: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
+def operands(problem: Problem, seq: DenseSequences, rectangle: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
     """The rectangle's rows of q, k and v in the dtype of the arithmetic."""
     rows, keys = slice(*rectangle.rows), slice(*rectangle.keys)
     dtype = problem.lse_dtype
