@@ -4,7 +4,7 @@ A tile is 64 rows: of keys for dk and dv, of queries for dq. A program has one; 
 """
 
 # ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
