@@ -1,4 +1,4 @@
-"""The cells of the suite ``decode``, their tensors, of which caches are views of one pool, and their reference."""
+"""The cells of the suite ``decode``, their tensors, with caches as views of one pool, and their reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ MEASURES = ("graph", "cold", "loop", "host")
 COLD_BYTES = 4 * 60 * 10**6
 # Variant -> queries of a sequence, page size (0: no pages).
 VARIANTS = {"": (1, 0), "page16": (1, 16), "page1": (1, 1), "fp8": (1, 0), "q4": (4, 0), "append": (1, 0)}
-# Of values in 8 bits. A power of two, so that their products with it are the values in bfloat16 that references read.
+# The scale of 8-bit values. It is a power of two: products with it are exactly the bfloat16 values that references
+# read.
 _SCALE = 1 / 16
 _LENGTHS, _LONGEST_MIXED, _BATCHES = (1024, 4096, 8192, 32768, 131072), 32768, (1, 8, 64, 128)
 # (num_heads_q, num_heads_kv, head_dim)
@@ -68,7 +69,7 @@ class DecodeCase:
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
-        """Of keys, and of values: entries or pages, positions, heads, head_dim."""
+        """The shape of keys, and of values: entries or pages, positions, heads, head_dim."""
         size = VARIANTS[self.variant][1] or self.seqlen_k
         return (self.batch * math.ceil(self.seqlen_k / size), size, self.num_heads_kv, self.head_dim)
 

@@ -20,7 +20,7 @@ DIRECTIONS = ("forward", STEP)
 def checked_calls(
     case: Case, what: str, chosen: Sequence[Provider], session: Session
 ) -> tuple[dict[str, Call], dict[str, float | str]]:
-    """The calls whose results are correct, and the error or failure reason of all, by name."""
+    """The calls with correct results, and the error or failure reason of all, by name."""
     case = replace(case, direction="forward" if what == "forward" else "backward")
     return checked(case, chosen, session.device, what)
 

@@ -30,11 +30,11 @@ class Case:
     """The definition of a benchmark cell, without any measurement.
 
     ``direction`` backward is the gradients of q, k and v alone, given a saved forward; quantized is their rounding to 8
-    bits. ``lengths`` are those of packed sequences, for both queries and keys: ``batch`` is then their number,
+    bits. ``lengths`` are packed sequences' lengths, for both queries and keys: ``batch`` is then their number,
     ``seqlen_q`` and ``seqlen_k`` the longest.
     ``window`` is ``(left, right)`` with both ends inclusive. ``head_dim_v`` is given where it differs from head_dim.
     ``bias`` says whether normal numbers of each head, row and key are added to the scores: ``constant``, or
-    ``trained``, whose gradient the backward brings, too. ``softcap`` and ``sinks``, a normal number a head, as in the
+    ``trained``, with a gradient from the backward too. ``softcap`` and ``sinks``, a normal number a head, are as in the
     library; so is ``dropout``, a probability. ``padded`` sequences end before seqlen_k, as ``key_lengths`` says, and a
     mask drops the keys behind.
     ``model`` names a cell of suite ``models`` or ``uses``.
@@ -224,7 +224,7 @@ def _cpu_cases() -> list[Case]:
     ]
 
 
-# Documents of a packed batch of 16k tokens; and sentences, of which half are short.
+# Documents of a packed batch of 16k tokens; and sentences, half of them short.
 _PACKED = (12000, 100, 3000, 7, 900, 377)
 _SENTENCES = tuple(16 + (i * 37) % 113 for i in range(96)) + tuple(128 + (i * 53) % 385 for i in range(32))
 # Attention as models have it: name -> (batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim), and the rest.
@@ -350,7 +350,7 @@ def suite(name: str, dtype: str = "bfloat16") -> list[Case]:
 
 
 def select(cases: list[Any], pattern: str | None) -> list[Any]:
-    """The cases (or whatever has names) of which a comma-separated pattern matches: a glob, or a part of the name."""
+    """The cases (or other named things) that a comma-separated pattern matches: a glob, or a part of the name."""
     if not pattern:
         return cases
     wanted = [p.strip() for p in pattern.split(",") if p.strip()]

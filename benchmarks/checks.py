@@ -88,7 +88,7 @@ class Reference:
 def judged(
     reference: Reference, device: torch.device, makers: Mapping[str, Maker], limits: Mapping[str, float | None] = {}
 ) -> tuple[dict[str, Call], dict[str, float | str]]:
-    """The calls whose outputs are correct, and the error or failure reason of all, by name.
+    """The calls with correct outputs, and the error or failure reason of all, by name.
 
     ``makers`` make a call and its outputs, in the layout of q, k and v; ``limits`` replace the reference's.
     """

@@ -141,7 +141,7 @@ def plain(grid: Sequence[Cell]) -> list[Cell]:
 
 
 def variants_table(grid: Sequence[Cell]) -> Table:
-    """The time of each variant over that of its plain cell in the same run, by provider."""
+    """The time of each variant over the time of its plain cell in the same run, by provider."""
     names = table.providers(grid)
     times = {(cell.case, name, row.run): row.median_ms for cell in grid for name, row in cell.rows.items()}
     lines = [["time / plain", *names]]
@@ -183,7 +183,7 @@ def measure_groups(
 
 
 def selected(args: argparse.Namespace, groups: Callable[[str], Sequence[Group]]) -> list[Group]:
-    """The groups of which the patterns match a case, whole: a variant needs its plain cell."""
+    """The whole groups that contain a case which the patterns match: a variant needs its plain cell."""
     measures = args.measures or ["loop" if args.device == "cpu" else "graph"]
     found = [group for measure in measures for group in groups(measure)]
     return [group for group in found if select(list(group), args.cells)]

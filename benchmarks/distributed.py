@@ -1,7 +1,8 @@
 """``python -m benchmarks.distributed``: one sequence over several GPUs, as a share of the ideal.
 
 The ideal is one GPU's time on the whole sequence over the number of GPUs. A sample is a burst of calls that all ranks
-start together, and its time that of the slowest; samples of all providers alternate, after their results were compared
+start together, and its time is the slowest rank's; samples of all providers alternate, after their results were
+compared
 with one GPU's. The peer is PyTorch's ``context_parallel``, with both of its ways to rotate keys. The command starts a
 process for each GPU; under torchrun it is one of them.
 """
@@ -50,7 +51,7 @@ _LIMIT = {"bfloat16": 1e-2, "float32": 1e-5}
 
 
 def cases(tokens: Sequence[int], world: int, heads: Sequence[str], masks: Sequence[str], dtype: str) -> list[Case]:
-    """One case for each combination; ``tokens`` are those of a GPU, ``heads`` are like "32/8"."""
+    """One case for each combination; ``tokens`` are a GPU's, ``heads`` are like "32/8"."""
     return [case_of(mask, each * world, shape, dtype) for each in tokens for shape in heads for mask in masks]
 
 

@@ -1,6 +1,6 @@
 """``python -m benchmarks.first_call``: what the first call of each kind takes in a fresh process, and its backward.
 
-Each sample is a process of its own, whose device has been used and whose inputs exist: with an empty Triton cache, with
+Each sample is a process of its own. Its device has been used and its inputs exist: with an empty Triton cache, with
 the cache that left, and with an archive of kernels built ahead (``--kernels``, or those that are installed) beside an
 empty cache. FlexAttention's calls are compiled by ``torch.compile``. Numbers are checked against PyTorch in float32.
 """

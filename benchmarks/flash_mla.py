@@ -8,7 +8,7 @@ from typing import Any
 
 
 def load(path: str) -> Any:
-    """The module's function; its name is that of the file."""
+    """The module's function; it has the file's name."""
     spec = importlib.util.spec_from_file_location(Path(path).name.split(".")[0], path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""The cells of the suite ``mla``, their tensors, of which the cache is a view of a pool, and their reference."""
+"""The cells of the suite ``mla``, their tensors, with the cache as a view of a pool, and their reference."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MEASURES = ("graph", "loop", "host")
 _DIM, _DIM_V, _ROW_BYTES = 576, 512, 656
 # Batch and keys of each sequence; 64 of random lengths up to 8k are the last.
 _SIZES = ((1, 8192), (1, 65536), (16, 4096), (64, 4096), (128, 4096), (128, 8192), (64, 0))
-# Of which rows of 656 bytes are timed too, with 16 and 128 heads.
+# The sizes for which rows of 656 bytes are timed too, with 16 and 128 heads.
 _EIGHT_BITS = ((1, 65536), (64, 4096), (128, 8192), (2, 70))
 _HEADS = ((16, 1), (64, 1), (128, 1), (64, 2), (128, 2))
-# Sequences whose results are looked at.
+# The number of sequences with results that are checked.
 _LOOKED_AT = 3
 
 
@@ -62,7 +62,7 @@ class LatentCase:
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
-        """Of the latent rows: pages, rows, heads, columns."""
+        """The shape of latent rows: pages, rows, heads, columns."""
         return (sum(math.ceil(n / self.page_size) for n in self.lengths), self.page_size, 1, _DIM)
 
     def gb_per_s(self, median_ms: float) -> float:

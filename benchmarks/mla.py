@@ -1,7 +1,7 @@
 """``python -m benchmarks.mla``: attention over a cache of latent rows (MLA), beside FlashMLA's dense decode.
 
-576 columns of keys, of which the first 512 are the values, one key head, causal, pages of 64; in the variant ``page16``
-of 16, which FlashMLA does not have; in ``fp8`` rows of 656 bytes, of which its kernel is another. Rates are bytes of
+576 columns of keys, the first 512 being the values, one key head, causal, pages of 64; in the variant ``page16`` pages
+of 16, which FlashMLA does not have; in ``fp8`` rows of 656 bytes, for which it has another kernel. Rates are bytes of
 latent rows over time.
 """
 

@@ -50,7 +50,7 @@ MODS = (
 PROVIDERS = ("flashtile", "flashtile-lists", "flashtile-portable", "flashtile-intervals", "flex")
 # Those that the report divides by FlexAttention's.
 _RACED = ("flashtile", "flashtile-lists")
-# Of normal numbers attention in bfloat16 errs by 0.003, its gradients by 0.006; a table's have larger sums.
+# For normal numbers attention in bfloat16 errs by 0.003, its gradients by 0.006; a table's have larger sums.
 LIMIT = 0.02
 DOCUMENT, WINDOW, PREFIX, SEGMENT, BUCKETS, DISTANCES = 1000, 1024, 512, 512, 32, 64
 

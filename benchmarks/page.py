@@ -112,8 +112,8 @@ def _summary_block(rows: Sequence[Row]) -> str:
     return table.to_markdown(table.summary_table(table.cells(rows)))
 
 
-# What the first page shows of all rows: a name, the suite, our provider, and the peer that it is for. Of a suite of
-# both directions, the one that the name ends with.
+# The first page's rows: a name, the suite, our provider, and the peer that it is for. If a suite has both directions,
+# the one that the name ends with.
 _HEADLINE = (
     ("Hopper, forward", "forward", "flashtile", table.BEST_PEER),
     ("Hopper, backward", "backward", "flashtile", table.BEST_PEER),

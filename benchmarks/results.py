@@ -153,6 +153,6 @@ def read(paths: Iterable[Path]) -> list[Row]:
 
 
 def saved(folder: Path = RESULTS) -> list[Row]:
-    """All saved rows, but those of our kernels in sources that are no commit's: nobody could repeat them."""
+    """All saved rows, except rows of our kernels in sources that are no commit's: nobody could repeat them."""
     rows = read(sorted(folder.rglob("*.jsonl")))
     return [row for row in rows if not ("-dirty" in row.commit and row.provider.startswith("flashtile"))]

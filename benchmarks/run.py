@@ -60,7 +60,7 @@ def run_cell(
 def checked(
     case: Case, chosen: Sequence[Provider], device: torch.device, what: str | None = None
 ) -> tuple[dict[str, Call], dict[str, float | str]]:
-    """The calls of the providers whose results are correct, and the error or failure reason of all, by name.
+    """The calls of providers with correct results, and the error or failure reason of all, by name.
 
     ``what``: as for ``Provider.prepare``.
     """

@@ -19,7 +19,7 @@ from benchmarks.checks import Reference
 MEASURES = ("graph", "loop", "host")
 _MIXED = random.Random(0)
 _TINY = 2
-# Step -> (queries, keys with those of the queries) of each sequence. The last ``_TINY`` are for the CPU.
+# Step -> (queries, keys with the queries' own) of each sequence. The last ``_TINY`` are for the CPU.
 STEPS: dict[str, tuple[tuple[int, int], ...]] = {
     "decode": ((1, 2048),) * 64,
     "decode-mixed": tuple((1, _MIXED.randint(64, 8192)) for _ in range(64)),
@@ -82,7 +82,7 @@ class StepCase:
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
-        """Of keys, and of values: entries or pages, positions, heads, head_dim."""
+        """The shape of keys, and of values: entries or pages, positions, heads, head_dim."""
         longest = max(keys for _, keys in self.sequences)
         entries = sum(math.ceil(keys / (self.page_size or longest)) for _, keys in self.sequences)
         return (entries, self.page_size or longest, self.num_heads_kv, self.head_dim)
@@ -138,7 +138,7 @@ def _keys(tensors: dict[str, Tensor], name: str, sequence: int, head: int) -> Te
 
 
 def groups(measure: str, device: str = "cuda") -> list[tuple[StepCase, ...]]:
-    """The cells, those of one query a sequence with their dense variant."""
+    """The cells; cells with one query a sequence have their dense variant too."""
     tiny = device == "cpu"
     steps = list(STEPS)[-_TINY:] if tiny else list(STEPS)[:-_TINY]
     found: list[tuple[StepCase, ...]] = []

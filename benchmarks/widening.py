@@ -1,6 +1,6 @@
 """``python -m benchmarks.widening``: prompts over 8-bit caches, each way to widen them beside a 16-bit cache.
 
-Cells are those of ``benchmarks/steps.py`` with prompts, and one long prompt; each is one public call, replayed as a
+Cells are the ones of ``benchmarks/steps.py`` with prompts, and one long prompt; each is one public call, replayed as a
 CUDA graph, all ways by turns. ``16 bits`` is a cache of the same numbers: every way must give its bits before it is
 timed. ``decode`` is the kernel that took such calls before. Lines go to ``--out``; TFLOPS count kept pairs.
 """
@@ -87,7 +87,7 @@ def captured(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
 
 
 def flops(sequences: Sequence[tuple[int, int]], heads: int, head_dim: int) -> int:
-    """Of the kept pairs of causal sequences (queries, keys)."""
+    """The operations for the kept pairs of causal sequences (queries, keys)."""
     pairs = sum(rows * keys - rows * (rows - 1) // 2 for rows, keys in sequences)
     return 4 * pairs * heads * head_dim
 

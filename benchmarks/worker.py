@@ -1,6 +1,6 @@
 """The process of one checkout in ``benchmarks.against``: cases and providers are the checkout's, the timing is not.
 
-Started as a script with PYTHONPATH on a checkout, whose ``benchmarks`` may be older than this file. For each JSON line
+Started as a script with PYTHONPATH on a checkout; its ``benchmarks`` may be older than this file. For each JSON line
 that it reads it writes one: ``{"do": "prepare", "case", "provider"}`` checks a cell and keeps its call; ``{"do":
 "time", "reps", "head_start_ms"}`` times a burst of it.
 """

@@ -1,8 +1,8 @@
-"""Masks of which each row keeps an interval of keys, or each key is kept by an interval of rows, as ``block_mask``.
+"""Masks in which each row keeps an interval of keys, or an interval of rows keeps each key, as ``block_mask``.
 
-They take memory linear in the lengths, are exact to the row and key, and blocks that they leave out are not visited.
-Combined with ``causal``, ``window_size``, ``attention_chunk`` and ``attn_mask``, a pair must be kept by all. Rows and
-keys are counted from a sequence's first; of packed sequences, each uses the first rows and keys of its mask.
+Such masks take memory linear in the lengths, are exact to the row and key, and skip blocks without kept pairs. If they
+are combined with ``causal``, ``window_size``, ``attention_chunk`` and ``attn_mask``, all of these must keep a pair.
+Rows and keys are counted from a sequence's first; each packed sequence uses the first rows and keys of its mask.
 ``mask[b]`` and ``mask[first:stop]`` are the masks of some samples.
 """
 
@@ -21,13 +21,13 @@ __all__ = ["Intervals", "chunks", "columns", "documents", "prefix", "rows"]
 
 @dataclass(frozen=True, eq=False)
 class Intervals(BySample):
-    """A mask made by ``rows``, ``columns``, ``documents``, ``prefix`` or ``chunks``; ``a & b`` keeps what both keep.
+    """A mask made by ``rows``, ``columns``, ``documents``, ``prefix`` or ``chunks``. ``a & b`` keeps what both keep.
 
     Attributes:
         row_keys: ``(batch or 1, num_heads_q or 1, seqlen_q or 1, 2)`` int32: the first key that a row keeps, and the
-            end of them; None if rows are not bounded.
-        key_rows: The same of the rows that keep a key, with seqlen_k.
-        mirrored: Whether both say the same, so that either may be used.
+            end of its keys; None if rows are not bounded.
+        key_rows: The same for the rows that keep a key, with seqlen_k.
+        mirrored: Whether both tensors describe the same mask, so that either may be used.
     """
 
     row_keys: Tensor | None
@@ -50,7 +50,7 @@ class Intervals(BySample):
 
     @property
     def batch(self) -> int:
-        """Samples that the mask differs in, 1 if all share it."""
+        """The number of samples with masks of their own; 1 if all share one mask."""
         sizes = [x.shape[0] for x in (self.row_keys, self.key_rows) if x is not None]
         return max(sizes) if sizes else 1
 
@@ -75,18 +75,18 @@ def rows(start: Tensor | int, end: Tensor) -> Intervals:
 
 
 def columns(start: Tensor | int, end: Tensor) -> Intervals:
-    """Key j is kept by the rows ``start[j] <= i < end[j]``; arguments as of ``rows``, with seqlen_k."""
+    """The rows ``start[j] <= i < end[j]`` keep key j. Arguments are as for ``rows``, with seqlen_k."""
     return Intervals(None, _pairs(start, end))
 
 
 def documents(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None, seqlen: int | None = None) -> Intervals:
-    """Rows see the keys of their own document, of documents that lie one after another in each sequence.
+    """Rows see the keys of their own document. Documents lie one after another in each sequence.
 
     Args:
         ids: Integers ``(seqlen,)`` or ``(batch, seqlen)``: a run of equal ids is a document.
-        cu_seqlens: In place of ids the bounds ``(documents + 1,)`` int32, the same for the whole batch. Rows from the
-            last bound on see nothing.
-        seqlen: Goes with cu_seqlens: the rows of a sequence. By default the last bound, for which the device is waited
+        cu_seqlens: In place of ids the bounds ``(documents + 1,)`` int32, the same for the whole batch. Rows after the
+            last bound see nothing.
+        seqlen: With cu_seqlens, the rows of a sequence. By default the last bound, which is read from the device.
             for.
 
     Raises:
@@ -120,12 +120,12 @@ def documents(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None, se
 
 
 def prefix(lengths: Tensor, seqlen: int, *, seqlen_k: int | None = None) -> Intervals:
-    """Causal, but for a prefix of each sequence that all its rows see: row i keeps ``j <= i + seqlen_k - seqlen``.
+    """A causal mask, ``j <= i + seqlen_k - seqlen``, that also keeps a prefix of each sequence for all of its rows.
 
     Args:
-        lengths: ``(batch,)`` integers: keys of the prefixes.
+        lengths: ``(batch,)`` integers: keys of each prefix.
         seqlen: Rows of a sequence.
-        seqlen_k: Its keys, as many by default.
+        seqlen_k: Keys of a sequence; as many as rows by default.
 
     Raises:
         InvalidInputError: Naming the argument that is wrong.
@@ -142,7 +142,7 @@ def prefix(lengths: Tensor, seqlen: int, *, seqlen_k: int | None = None) -> Inte
 
 
 def chunks(size: int, seqlen: int, *, seqlen_k: int | None = None, device: torch.device | str = "cpu") -> Intervals:
-    """Rows see the keys of their chunk, as with ``attention_chunk=size``, which takes no memory."""
+    """Rows see the keys of their chunk, as with ``attention_chunk=size``, which takes no memory for a mask."""
     num_keys = seqlen if seqlen_k is None else seqlen_k
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise InvalidInputError("size", f"is {size!r}, must be an integer >= 1")
@@ -161,7 +161,7 @@ def _integers(name: str, x: object) -> Tensor:
 
 
 def _pairs(start: Tensor | int, end: Tensor) -> Tensor:
-    """Both ends of intervals, ``(batch or 1, heads or 1, length or 1, 2)``."""
+    """Both ends of intervals as one tensor, ``(batch or 1, heads or 1, length or 1, 2)``."""
     end = _integers("end", end)
     start = end.new_full((), start) if isinstance(start, int) else _integers("start", start)
     if start.device != end.device:
@@ -178,8 +178,8 @@ def _pairs(start: Tensor | int, end: Tensor) -> Tensor:
 
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place of the run of equal ids that each place is in, and the run's end."""
-    # Not by slices or cummax, which guard on sizes where they are traced.
+    """For each place, the first place and the end of the run of equal ids around it."""
+    # Slices and cummax would guard on sizes when they are traced.
     before = (torch.arange(ids.shape[-1], device=ids.device) - 1).clamp(min=0)
     run = (ids != ids[..., before]).cumsum(-1)
     start, end = (torch.searchsorted(run, run, right=right, out_int32=True) for right in (False, True))

@@ -1,6 +1,6 @@
 """Modules for building models: multi-head attention, rotary embedding, a transformer block.
 
-It imports only PyTorch, the public functions and the checks of arguments; ``import flashtile.nn`` loads it.
+This module imports only PyTorch, the public functions and checks of arguments. ``import flashtile.nn`` loads it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ class MultiheadAttention(nn.Module):
     Parameters are named ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``, each with ``weight`` and optionally
     ``bias``. Memory is linear in the sequence lengths.
 
-    For tensor parallelism shard the first three by ``ColwiseParallel`` and ``out_proj`` by ``RowwiseParallel``: a shard
-    computes its own heads, and an attn_mask or attn_bias with a dimension of heads must hold those alone.
+    For tensor parallelism shard the first three by ``ColwiseParallel`` and ``out_proj`` by ``RowwiseParallel``. A shard
+    computes its own heads; an attn_mask or attn_bias with a dimension of heads must hold these heads alone.
 
     Args:
         embed_dim: Features of x and of the result.
         num_heads: Query heads.
-        batch_first: Whether the batch comes before the rows in x, context, value and the result. torch's is False.
+        batch_first: Whether the batch comes before the rows in x, context, value and the result. torch's default is
+            False.
         num_kv_heads: Key and value heads, a divisor of num_heads: fewer is GQA, one is MQA. num_heads by default.
         head_dim: Features of a head; ``embed_dim / num_heads`` by default.
         context_dim: Features of the context of cross-attention; embed_dim by default.
@@ -43,8 +44,7 @@ class MultiheadAttention(nn.Module):
         dropout: Probability with which attention probabilities are dropped, in training mode only.
         softmax_scale: Factor of the scores; ``head_dim ** -0.5`` by default.
         softcap: c > 0 caps the scores as ``c * tanh(scores / c)``.
-        rotary: True for ``RotaryEmbedding(head_dim)``, or your own module, called as that one is; it may be shared
-            between layers.
+        rotary: True for ``RotaryEmbedding(head_dim)``, or your own module with the same call; layers may share it.
         deterministic: Whether the backward must be bitwise repeatable.
         backend: As in ``flashtile.attention``.
         device: Device of the parameters.
@@ -108,14 +108,14 @@ class MultiheadAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **settings: Any) -> MultiheadAttention:
-        """A module that computes what a ``torch.nn.MultiheadAttention`` does, with copies of its weights.
+        """A module with the results of a ``torch.nn.MultiheadAttention``, and copies of its weights.
 
         Args:
-            module: With kdim equal to vdim, and without add_bias_kv and add_zero_attn.
+            module: The module, with kdim equal to vdim, and without add_bias_kv and add_zero_attn.
             settings: Other settings of this class, such as causal or backend.
 
         Raises:
-            InvalidInputError: The module has something that this class has not.
+            InvalidInputError: The module has a feature that this class does not have.
         """
         if not isinstance(module, nn.MultiheadAttention):
             raise InvalidInputError("module", f"is of type {type(module).__name__}, must be a nn.MultiheadAttention")
@@ -164,22 +164,24 @@ class MultiheadAttention(nn.Module):
             x: ``(batch, seqlen, embed_dim)``, or packed ``(total, embed_dim)`` with cu_seqlens.
             context: ``(batch, seqlen_context, context_dim)``, or packed ``(total_context, context_dim)``;
                 x by default.
-            value: What values are made of, in context's shape; context by default.
+            value: The tensor that values are computed from, in context's shape; context by default.
             key_padding_mask: bool, ``(batch, seqlen_context)``; **True hides** a key, as in torch's module.
             attn_mask: bool, broadcastable to ``(batch, num_heads, seqlen, seqlen_context)``; **True keeps**, where it
                 hides in torch's module. Valid keys ``(batch, seqlen_context)`` are ``valid[:, None, None, :]``.
             attn_bias: float16 to float64, broadcastable to the same shape; added to the scores; has a gradient.
-            positions: For rotary: the position of every sequence's first row, or those of all rows, ``(seqlen,)``,
+            positions: For rotary: the position of every sequence's first row, or the positions of all rows,
+                ``(seqlen,)``,
                 ``(batch, seqlen)`` or packed ``(total,)``.
-            context_positions: Like positions, for the context; those of x if x attends to itself, else counted from 0.
+            context_positions: Like positions, for the context. By default x's if x attends to itself, else counted from
+                0.
             cu_seqlens: ``(batch + 1,)`` int32: sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]`` of x.
             max_seqlen: The longest length, if known: on a GPU this saves empty programs.
             cu_seqlens_context: ``(batch + 1,)`` int32 of a packed context.
             max_seqlen_context: The longest length, if known.
 
         Returns:
-            The output alone, like x. Called with value, as torch's module is, it refuses to be taken for a pair: no
-            unpacking, and no index 0 or 1.
+            The output alone, like x. If value was given, as for torch's module, the output refuses to be used as a
+            pair: it cannot be unpacked, nor indexed by 0 or 1.
 
         Raises:
             InvalidInputError: Naming the argument that is wrong.
@@ -227,7 +229,7 @@ class MultiheadAttention(nn.Module):
         __call__ = forward
 
     def _projected(self, x: Tensor, context: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads of q, k and v, batch first; refuses a shard whose query heads would meet other key heads than whole."""
+        """Heads of q, k and v, batch first. Refuses a shard with query heads that would meet the wrong key heads."""
         if not self.batch_first and x.dim() == 3:
             x, context, value = (each.transpose(0, 1) for each in (x, context, value))
         q = _split("q_proj", self.q_proj(x), self.head_dim)
@@ -252,7 +254,7 @@ class MultiheadAttention(nn.Module):
         return ", ".join([f"embed_dim={self.embed_dim}, num_heads={self.num_heads}", *shown])
 
 
-# What the arguments of ``attention`` are called here.
+# The names of ``attention``'s arguments here.
 _OWN_NAMES = {
     **dict.fromkeys(("q", "k", "v"), "x"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens"),
@@ -350,7 +352,7 @@ def _head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int |
 
 
 def _split(name: str, rows: Tensor, head_dim: int) -> Tensor:
-    """The heads of a projection: all of them, or those of this shard where the projection is sharded."""
+    """The heads of a projection: all of them, or this shard's if the projection is sharded."""
     width = rows.shape[-1]
     if width % head_dim:
         raise InvalidInputError(name, f"gives {width} features, must be whole heads of {head_dim}: use fewer shards")

@@ -1,7 +1,7 @@
-"""The oracle: the definition of a call, in plain PyTorch over the whole score matrix.
+"""The reference: the definition of a call, in plain PyTorch over the whole score matrix.
 
 It takes O(N^2) memory and is written for readability. Every rule of docs/semantics.md appears here once, with its
-number; every backend is tested against it in float64, with gradients from PyTorch's autograd.
+number. Every backend is tested against it in float64, with gradients from PyTorch's autograd.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.flo
     Args:
         problem: The call.
         tensors: Its tensors; gradients flow to q, k, v, attn_bias, sinks and operands.
-        dtype: The dtype of all arithmetic. float64 is the oracle; the input dtype gives plain PyTorch's rounding error,
-            with the softmax of scores that may be large in float32.
+        dtype: The dtype of all arithmetic. float64 is the reference. The input dtype gives plain PyTorch's rounding
+            error; if scores may be large, the softmax is then in float32.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)`` and lse ``(batch, num_heads_q, seqlen_q)``, or for packed
-        sequences ``(total_q, num_heads_q, head_dim_v)`` and ``(num_heads_q, total_q)``, both in ``dtype``; lse of
-        scores that may be large in float32 at least.
+        sequences ``(total_q, num_heads_q, head_dim_v)`` and ``(num_heads_q, total_q)``, both in ``dtype``. If scores
+        may be large, lse is in float32 at least.
     """
     if not problem.varlen:
         return _dense(problem, tensors, dtype, range(problem.batch))
@@ -56,7 +56,7 @@ def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.flo
 
 
 def attention_quantized(problem: Problem, t: QuantizedTensors) -> tuple[Tensor, Tensor]:
-    """A quantized call by definition, over the dequantised numbers, with no rounding of probabilities; float64."""
+    """A quantized call by definition: float64, over the dequantised numbers, without rounding of probabilities."""
     scales = t.q_scale, t.k_scale, t.v_scale
     record = Quantized(t.q, t.k, t.v, *scales, cu_seqlens_q=t.cu_seqlens_q, cu_seqlens_k=t.cu_seqlens_k)
     # Rules 20 and 21.
@@ -64,7 +64,7 @@ def attention_quantized(problem: Problem, t: QuantizedTensors) -> tuple[Tensor, 
     out, lse = attention(problem.but(sinks=False), call)
     if t.shift is not None:
         lse = torch.where(lse == -torch.inf, lse, lse + t.shift * problem.softmax_scale)  # rule 22
-    if t.sinks is not None:  # rule 6, of rows of a sequence
+    if t.sinks is not None:  # rule 6, for the rows of sequences alone
         rows = slice(None) if t.cu_seqlens_q is None else slice(0, int(t.cu_seqlens_q[-1]))
         with_sinks = torch.logaddexp(lse[..., rows], t.sinks[:, None].to(lse))
         weight = torch.exp(lse[..., rows] - torch.where(with_sinks == -torch.inf, 0.0, with_sinks))
@@ -140,7 +140,7 @@ def _dense(
         kinds = _listed(p, t, seqlen_q, seqlen_k)
         kept = (kinds == FULL) | ((kinds == PARTIAL) & kept)
     keep = keep & kept
-    if (score := score_function(p, t)) is not None:  # rule 26, of kept pairs alone
+    if (score := score_function(p, t)) is not None:  # rule 26, for kept pairs alone
         pairs = keep.nonzero(as_tuple=True)
         places = {"score": scores[pairs], **{name: x[n] for name, x, n in zip("bhij", at, pairs, strict=True)}}
         changed = score.values([score.graph.result], places, scores.dtype)[0]
@@ -158,7 +158,7 @@ def _dense(
         scores = scores + t.attn_bias.to(scores.dtype)
 
     scores = torch.where(keep, scores, -torch.inf)  # rule 10: select, so that NaN from q or k affects kept pairs only
-    if p.large_scores:  # rule 11: as the softmax holds them, little of a small number beside a large one
+    if p.large_scores:  # rule 11: rounded as in the softmax, where a large number absorbs most of a small one
         with torch.no_grad():
             scores.copy_(scores.to(p.lse_dtype))
 
@@ -166,16 +166,16 @@ def _dense(
     if t.rng_state is not None:  # rule 7
         kept = philox.keep(t.rng_state, p.dropout_p, batch, p.num_heads_q, (0, seqlen_q), (0, seqlen_k), origin)
         probs = torch.where(kept, probs / (1 - p.dropout_p), 0.0)
-    return (probs.to(dtype) @ v).transpose(1, 2), lse  # rule 10: a NaN of v reaches rows that mask its key too
+    return (probs.to(dtype) @ v).transpose(1, 2), lse  # rule 10: a NaN in v also reaches rows that mask its key
 
 
 def _score_dtype(p: Problem, dtype: torch.dtype) -> torch.dtype:
-    """That of the scores: 16 bits cannot hold all biases that float32 has."""
+    """The dtype of the scores: 16 bits cannot hold all biases that float32 can."""
     return torch.promote_types(dtype, torch.float32) if p.large_scores else dtype
 
 
 def _listed(p: Problem, t: Tensors, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Rule 30: of each pair whether its block is listed, and how; it broadcasts to the scores."""
+    """Rule 30: for each pair whether and how its block is listed. The result broadcasts to the scores."""
     assert t.row_blocks is not None and t.row_items is not None
     (of_rows, of_keys), (batch, heads, blocks_q, _) = p.listed[:2], t.row_blocks.shape
     kinds = torch.zeros(batch, heads, blocks_q * of_rows, -(-seqlen_k // of_keys) * of_keys, device=t.q.device)
@@ -188,7 +188,7 @@ def _listed(p: Problem, t: Tensors, seqlen_q: int, seqlen_k: int) -> Tensor:
 
 
 def _of_tree(p: Problem, words: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-    """Rule 18: how far each row of a tree stands after each key, and which keys it sees; both ``(rows, keys)``."""
+    """Rule 18: each row's distance after each key, and the keys that it sees; both ``(rows, keys)``."""
     num_rows, depth = len(words), _depths(words)
     shift = seqlen_k - num_rows
     places = [j if j < shift else shift + depth[j - shift] for j in range(seqlen_k)]
@@ -200,26 +200,26 @@ def _of_tree(p: Problem, words: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
 
 
 def _tree(t: CacheTensors, b: int, num_rows: int) -> Tensor | None:
-    """The words of a sequence's tree; None if it has none."""
+    """The words of a sequence's tree; None if there is no tree."""
     return None if t.tree_mask is None or num_rows > t.tree_mask.shape[1] else t.tree_mask[b, :num_rows]
 
 
 def _depths(words: Tensor) -> list[int]:
-    """Rule 18: the number of ancestors of each row of a tree, itself not counted."""
+    """Rule 18: the number of ancestors of each row of a tree, without the row itself."""
     return [sum(word >> t & 1 for t in range(len(words))) - 1 for word in words.tolist()]
 
 
 def _steps(problem: Problem, t: CacheTensors, b: int, count: int) -> list[int]:
-    """How far so many rows, or new keys, of a sequence stand after its first new key, for what rotates them."""
+    """The distances of ``count`` rows, or new keys, after a sequence's first new key, which rotary embeddings need."""
     rows = _spans(problem, t.q, t.cu_seqlens_q)[b]
     words = _tree(t, b, rows.stop - rows.start)
     return list(range(count)) if words is None or t.rotary_cos is None else _depths(words)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rules 6 and 8: probabilities, and the natural log of each row's sum of exponentials, the sink's included.
+    """Rules 6 and 8: probabilities, and the natural log of each row's sum of exponentials, with the sink's.
 
-    Of a row without any exponential the probabilities are 0, and the log is -inf.
+    In a row without any exponential the probabilities are 0, and the log is -inf.
     """
     columns = scores
     if sinks is not None:
@@ -229,7 +229,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         return scores, scores.new_full(scores.shape[:-1], -torch.inf)
     top = columns.detach().amax(dim=-1, keepdim=True)
     empty = top == -torch.inf
-    # The maximum and the sum stay apart: beside scores of 1e9 the log of a count is lost.
+    # The maximum and the sum are kept apart: added to a score of 1e9, the log of a count would be lost.
     weights = torch.exp(columns - torch.where(empty, 0.0, top))
     total = torch.where(empty, 1.0, weights.sum(dim=-1, keepdim=True))
     return weights[..., : scores.shape[-1]] / total, (top + torch.log(total)).squeeze(-1)
@@ -243,7 +243,7 @@ def attention_with_kvcache(
     Args:
         problem: The call.
         tensors: Its tensors.
-        dtype: As in ``attention``. New keys and rotated queries are rounded as rules 14 to 16 say, whatever it is.
+        dtype: As in ``attention``. New keys and rotated queries are rounded by rules 14 to 16 in every dtype.
 
     Returns:
         out and lse as ``attention`` returns them.
@@ -270,7 +270,7 @@ def attention_with_kvcache(
             row_keys=first_of(t.row_keys, b, rows.stop - rows.start), key_rows=first_of(t.key_rows, b, len(k)),
             operands=t.operands, numbers=t.numbers,
         )  # fmt: skip
-        # The last query stands at the last key, however many are left out at the start.
+        # The last query is at the last key's position, however many keys are left out at the start.
         own = problem.but(band=_band(problem, t, b))
         one_out, one_lse = _dense(own, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))
         _rows(out, b, rows).copy_(one_out[0])
@@ -279,7 +279,7 @@ def attention_with_kvcache(
 
 
 def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:
-    """The call that is left when the new keys are in the caches, which are copies, and the queries are rotated."""
+    """The call that remains after new keys are written to copies of the caches and queries are rotated."""
     t = tensors
     if t.k is None or t.v is None:
         return t
@@ -321,7 +321,7 @@ def _caches(t: CacheTensors) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor
 
 
 def _spans(problem: Problem, x: Tensor, bounds: Tensor | None) -> list[slice]:
-    """Each sequence's rows: all of its own in a dense tensor."""
+    """Each sequence's rows; in a dense tensor all rows of its entry."""
     if bounds is None:
         return [slice(0, x.shape[1])] * problem.batch
     at = bounds.tolist()
@@ -334,7 +334,7 @@ def _rows(x: Tensor, b: int, rows: slice) -> Tensor:
 
 
 def _place(t: CacheTensors, b: int, j: int) -> tuple[int, int]:
-    """Rule 13: where key j of sequence b is in the caches, by their first two dimensions."""
+    """Rule 13: the place of key j of sequence b in the caches, as indices of their first two dimensions."""
     if t.in_pages:
         size = t.k_cache.shape[1]
         if t.page_indptr is not None and t.page_indices is not None:
@@ -345,17 +345,17 @@ def _place(t: CacheTensors, b: int, j: int) -> tuple[int, int]:
 
 
 def _band(problem: Problem, t: CacheTensors, b: int) -> Band:
-    """Rule 5: causal by sequence where ``causal`` is a tensor."""
+    """Rule 5: the band of a sequence, if ``causal`` is a tensor."""
     return problem.band if t.causal is None or not t.causal[b] else replace(problem.band, right=0)
 
 
 def _slot(t: CacheTensors, slot: Tensor) -> tuple[int, int] | None:
-    """Rule 14: where a slot is in the caches, by their first two dimensions; None for -1."""
+    """Rule 14: a slot's place in the caches, as indices of their first two dimensions; None for -1."""
     return None if slot < 0 else divmod(int(slot), t.k_cache.shape[1])
 
 
 def _scale(scale: Tensor, page: int) -> Tensor:
-    """Scales of the heads ``(num_heads_kv, 1)`` of a page or an entry."""
+    """The heads' scales ``(num_heads_kv, 1)`` for a page or an entry."""
     return (scale if scale.dim() == 1 else scale[page])[:, None]
 
 

@@ -1,4 +1,4 @@
-"""Measures tiles of the portable kernels for given calls on the GPU that is here, and saves what is faster."""
+"""Measures tiles of the portable kernels for given calls on this machine's GPU, and saves the faster ones."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem, Tensors
 from flashtile.ops import dispatch
 
-# The tables' time over a winner's: the geometric mean over the calls, and the least.
+# Limits on the time of the tables' tiles over the time of saved tiles: the geometric mean of all calls, and the least.
 _LEAST_GAIN, _WORST = 1.03, 0.98
-# Float32 numbers of a tile that a thread may hold: more would surely spill.
+# The most float32 numbers of a tile per thread: more would spill registers.
 _MOST_NUMBERS = 224
 _ROUNDS, _BURST_MS = 7, 5.0
 _GRADS = {
@@ -45,7 +45,7 @@ Run = Callable[[], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Task:
-    """One kernel for all calls of one key, with the tables' tiles, and a small odd call that is only checked."""
+    """One kernel for all calls of one key, with the tables' tiles. ``odd`` is a small odd call that is only checked."""
 
     kernel: str
     key: portable.Key
@@ -54,13 +54,13 @@ class Task:
     odd: Problem
 
     def using(self, tiles: Config) -> Any:
-        """Runs the kernel with some tiles inside."""
+        """A context in which the kernel runs with these tiles."""
         return trial(**{self.kernel: tiles})
 
 
 @dataclass
 class Result:
-    """The tiles to use, the tables' time over theirs, how many others were timed, and why the rest was not, by name."""
+    """The tiles to use, their speedup over the tables' tiles, how many others were timed, and why the rest was not."""
 
     task: Task
     tiles: Config
@@ -70,7 +70,7 @@ class Result:
 
 
 def tasks(problems: Iterable[Problem], directions: Sequence[Direction]) -> list[Task]:
-    """The kernels of some calls.
+    """The tasks for the kernels of some calls.
 
     Raises:
         UnsupportedError: The portable backend cannot run a call.
@@ -84,7 +84,7 @@ def tasks(problems: Iterable[Problem], directions: Sequence[Direction]) -> list[
             call = problem.but(grads=_GRADS[kernel])
             table = tuned.choose(call, kernel, arch)
             odd = call.but(batch=3, seqlen_q=rows, seqlen_k=rows, varlen=True)
-            # Packed sequences if they take the same tiles.
+            # The odd call is packed if packed sequences take the same tiles.
             odd = odd.but(varlen=tuned.choose(odd, kernel, arch) == table)
             key = tuned.key_of(call, kernel, table)
             others = found[key].problems if key in found else ()
@@ -93,9 +93,9 @@ def tasks(problems: Iterable[Problem], directions: Sequence[Direction]) -> list[
 
 
 def candidates(task: Task, best: Config, arch: str) -> list[Config]:
-    """Tiles worth a try: what the tables have for any GPU at these head dims, and ``best`` with one thing changed.
+    """Tiles worth timing: the tables' tiles for any GPU at these head dims, and ``best`` with one property changed.
 
-    They fit an architecture's shared memory and registers, as far as that is known before they are built.
+    They fit the architecture's shared memory and registers, as far as that can be computed before they are built.
     """
     p, kernel, made = task.odd, task.kernel, list[Config]()
     dims = portable.tile_dims(p)
@@ -138,12 +138,12 @@ def _neighbours(tiles: Config, masked: bool) -> Iterator[Config]:
 
 
 def tune(task: Task, until: float, report: Callable[[str], None]) -> tuple[Result, bool]:
-    """Searches from the tables' tiles on, until nothing near the best is faster or ``until`` of time.monotonic.
+    """Searches from the tables' tiles, until no tiles near the best are faster, or until time.monotonic() is ``until``.
 
-    Candidates are built in parallel, checked against the tables' results, and timed in rounds with the tables' tiles.
+    Candidates are built in parallel, checked against the tables' results, and timed in rounds beside the tables' tiles.
 
     Returns:
-        The result, and whether Ctrl-C ended the search; it is then of what had been timed.
+        The result, and whether Ctrl-C ended the search. The result is then the best of the timed tiles.
     """
     result, ratios, tried, best = Result(task, task.table), {task.table: 1.0}, {task.table}, task.table
     calls: list[Run] = []
@@ -171,7 +171,7 @@ def tune(task: Task, until: float, report: Callable[[str], None]) -> tuple[Resul
     except KeyboardInterrupt:
         interrupted = True
     result.timed = len(ratios) - 1
-    # The best of many is partly luck, so it is timed once more.
+    # The best of many measurements is partly luck, so the best tiles are timed again.
     for each in sorted(ratios, key=ratios.__getitem__, reverse=True)[:3]:
         if ratios[each] >= _LEAST_GAIN and result.tiles == task.table:
             mean, least = _race(task, calls, [each], 2 * _ROUNDS)[each]
@@ -181,7 +181,7 @@ def tune(task: Task, until: float, report: Callable[[str], None]) -> tuple[Resul
 
 
 def save(result: Result) -> None:
-    """Puts a result into the file in place of an older one; where the tables' tiles were best, takes that out."""
+    """Saves a result in the file in place of an older one. If the tables' tiles were best, the older one is removed."""
     place, here = tuned.path(), tuned.versions()
     assert place is not None
     entries = [each for each in tuned.read(place) if (each.key, each[8:]) != (result.task.key, here)]
@@ -191,7 +191,7 @@ def save(result: Result) -> None:
 
 
 def _runner(problem: Problem, kernel: str) -> Run:
-    """Computes a kernel's results from tensors drawn once, with the tiles in force."""
+    """A function that computes a kernel's results from tensors drawn once, with the tiles that are in force."""
     p, device, bounds = problem, torch.device(problem.device_type), None
     generator, rows = torch.Generator(device).manual_seed(0), [p.batch, p.seqlen_q]
     if p.varlen:
@@ -212,7 +212,7 @@ def _runner(problem: Problem, kernel: str) -> Run:
 
 
 def _poisoned(task: Task, tiles: Config, call: Run) -> tuple[Tensor, ...]:
-    """A call's results; elements that no kernel wrote are NaN."""
+    """A call's results. Elements that no kernel wrote are NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -223,7 +223,7 @@ def _poisoned(task: Task, tiles: Config, call: Run) -> tuple[Tensor, ...]:
 
 
 def _wrong(task: Task, tiles: Config, calls: Sequence[Run], wanted: Sequence[tuple[Tensor, ...]]) -> str:
-    """What is wrong with the results of tiles; empty if every row is as wanted."""
+    """Describes an error in the results of tiles; empty if every row is correct."""
     for call, want in zip(calls, wanted, strict=True):
         for ours, theirs in zip(_poisoned(task, tiles, call), want, strict=True):
             norms = theirs.float().norm(dim=-1)
@@ -234,18 +234,18 @@ def _wrong(task: Task, tiles: Config, calls: Sequence[Run], wanted: Sequence[tup
 
 
 def _failure(judge: Callable[[], str]) -> str:
-    """What ``judge`` says, or the exception that kept it from saying so."""
+    """The result of ``judge``, or the exception that it raised."""
     try:
         return judge()
-    except Exception as error:  # what compilers and drivers raise is of many classes
+    except Exception as error:  # compilers and drivers raise exceptions of many classes
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _built(task: Task, tiles: Sequence[Config]) -> Iterator[tuple[Config, str]]:
-    """Builds side by side, as ``warm_up`` does; yields each with why it was not built."""
+    """Builds tiles in parallel, as ``warm_up`` does. Yields each with the reason why it was not built, or nothing."""
     made: dict[Config, list[Callable[[], object]]] = {each: [] for each in tiles}
     direction: Direction = "forward" if task.kernel == "forward" else "backward"
-    # What Triton itself launches is built at its launch.
+    # If Triton launches kernels itself, it builds them at their launch.
     for each in tiles if task.odd.device_type == "cuda" and not torch.version.hip else ():
         with task.using(each):
             for p in (*task.problems, task.odd):
@@ -264,7 +264,7 @@ def _built(task: Task, tiles: Sequence[Config]) -> Iterator[tuple[Config, str]]:
 
 
 def _race(task: Task, calls: Sequence[Run], tiles: Sequence[Config], rounds: int) -> dict[Config, tuple[float, float]]:
-    """The logarithm of the tables' time over each one's, median over rounds: the mean over the calls, and the least."""
+    """For each, the log of the tables' time over its own, median over rounds: the mean over calls, and the least."""
     logs: dict[Config, list[float]] = {each: [] for each in tiles}
     for call in calls:
         reps, times = 1, {each: list[float]() for each in (task.table, *tiles)}
@@ -280,7 +280,7 @@ def _race(task: Task, calls: Sequence[Run], tiles: Sequence[Config], rounds: int
 
 
 def time_ms(call: Run, reps: int, device_type: str) -> float:
-    """Mean time of a call in a burst, in milliseconds: the device's on a GPU, the clock's elsewhere."""
+    """Mean time of a call in a burst, in milliseconds: device time on a GPU, wall time elsewhere."""
     if device_type != "cuda":
         start_s = time.perf_counter()
         for _ in range(reps):

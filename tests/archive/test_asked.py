@@ -11,7 +11,7 @@ import torch
 import flashtile
 from benchmarks import first_call
 from flashtile.backends.gpu.launch import Launch
-from flashtile.cli.models import Shape, Uses, calls, models
+from flashtile.cli.models import LayerShape, Uses, calls, models
 from tests.archive.asked import asked, missing
 
 pytest.importorskip("triton")
@@ -49,8 +49,10 @@ def test_a_server_asks_for_nothing_that_is_not_listed() -> None:
     assert missing(found, calls(layer, Uses(BRAIN, True, True, False, (16,))), "sm_90") == []
 
 
-@pytest.mark.parametrize("layer", [Shape(32, 8, 128, True), Shape(28, 4, 64, False), Shape(32, 8, 256, True)], ids=str)
-def test_trainings_of_any_length_ask_for_nothing_that_is_not_listed(layer: Shape) -> None:
+@pytest.mark.parametrize(
+    "layer", [LayerShape(32, 8, 128, True), LayerShape(28, 4, 64, False), LayerShape(32, 8, 256, True)], ids=str
+)
+def test_trainings_of_any_length_ask_for_nothing_that_is_not_listed(layer: LayerShape) -> None:
     with asked("sm_90") as found:
         for length in random.Random(0).sample(range(1, 8193), 231):
             heads = layer.heads_q, layer.heads_kv, layer.heads_kv
@@ -62,17 +64,17 @@ def test_trainings_of_any_length_ask_for_nothing_that_is_not_listed(layer: Shape
 
 # Heads, head_dim and uses of a layer that a case is a call of.
 _WIDE = 16, 16, 128
-LISTED: dict[str, tuple[Shape, Uses]] = {
-    "d128 causal": (Shape(*_WIDE, True), Uses(BRAIN, packed=False)),
-    "d128 full": (Shape(*_WIDE, False), Uses(BRAIN, packed=False)),
-    "packed": (Shape(*_WIDE, True), Uses(BRAIN, dense=False)),
-    "d64, 16 over 4 heads": (Shape(16, 4, 64, True), Uses(BRAIN, packed=False)),
-    "window and softcap": (Shape(*_WIDE, True, 256, 30.0), Uses(BRAIN, packed=False)),
-    "decode, pages of 64": (Shape(32, 8, 128, True), Uses(BRAIN, False, False, False, (64,))),
-    "decode with append": (Shape(32, 8, 128, True), Uses(BRAIN, False, False, False, (64,))),
-    "decode, 64 over 2 heads of 64": (Shape(64, 2, 64, True), Uses(BRAIN, False, False, False, (64,))),
-    "8 bits": (Shape(*_WIDE, False), Uses(BRAIN, packed=False, precision="fp8")),
-    "20 new lengths": (Shape(*_WIDE, True), Uses(BRAIN, packed=False)),
+LISTED: dict[str, tuple[LayerShape, Uses]] = {
+    "d128 causal": (LayerShape(*_WIDE, True), Uses(BRAIN, packed=False)),
+    "d128 full": (LayerShape(*_WIDE, False), Uses(BRAIN, packed=False)),
+    "packed": (LayerShape(*_WIDE, True), Uses(BRAIN, dense=False)),
+    "d64, 16 over 4 heads": (LayerShape(16, 4, 64, True), Uses(BRAIN, packed=False)),
+    "window and softcap": (LayerShape(*_WIDE, True, 256, 30.0), Uses(BRAIN, packed=False)),
+    "decode, pages of 64": (LayerShape(32, 8, 128, True), Uses(BRAIN, False, False, False, (64,))),
+    "decode with append": (LayerShape(32, 8, 128, True), Uses(BRAIN, False, False, False, (64,))),
+    "decode, 64 over 2 heads of 64": (LayerShape(64, 2, 64, True), Uses(BRAIN, False, False, False, (64,))),
+    "8 bits": (LayerShape(*_WIDE, False), Uses(BRAIN, packed=False, precision="fp8")),
+    "20 new lengths": (LayerShape(*_WIDE, True), Uses(BRAIN, packed=False)),
 }
 
 

@@ -21,7 +21,7 @@ from flashtile.backends.gpu import ahead
 from flashtile.backends.gpu.archive import Archive, Found
 from flashtile.cli import build, models
 from flashtile.cli.app import app
-from flashtile.cli.models import Call, Shape, Uses
+from flashtile.cli.models import Call, LayerShape, Uses
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,10 +40,10 @@ def _keys(calls: Iterable[Call], arch: str) -> set[bytes]:
 
 
 LAYERS = {
-    "training": (Shape(32, 8, 128, True), Uses(torch.bfloat16)),
-    "full": (Shape(32, 32, 256, False), Uses(torch.float16)),
-    "window": (Shape(8, 4, 256, True, 1024), Uses(torch.bfloat16, backward=False)),
-    "serving": (Shape(32, 8, 128, True), Uses(torch.bfloat16, False, False, pages=(16,), appends=(True,))),
+    "training": (LayerShape(32, 8, 128, True), Uses(torch.bfloat16)),
+    "full": (LayerShape(32, 32, 256, False), Uses(torch.float16)),
+    "window": (LayerShape(8, 4, 256, True, 1024), Uses(torch.bfloat16, backward=False)),
+    "serving": (LayerShape(32, 8, 128, True), Uses(torch.bfloat16, False, False, pages=(16,), appends=(True,))),
 }
 
 

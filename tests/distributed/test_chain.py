@@ -18,7 +18,7 @@ from flashtile.call.arguments import Grads, Options, Tensors
 from flashtile.core.masks import Band
 from flashtile.distributed import steps as execution
 from flashtile.distributed.exchange import NOTHING, Line, Messages, Parcel, Pending
-from flashtile.distributed.launches import OfRows, Part
+from flashtile.distributed.launches import OfRows, RankPart
 from flashtile.distributed.layouts import Layout, ranges
 from flashtile.distributed.plan import make_plan
 from flashtile.distributed.steps import Steps
@@ -79,7 +79,7 @@ def gradients(
         spans = [slice(*span) for step in plan.steps[1:] for span in step.spans]
         travels = torch.cat([mine[:0], *(rows[1 - rank][span] for span in spans)])
         messages = OneRank(line, (k[travels], v[travels]))
-        steps = Steps(plan, line, options, Part(HEADS, 0), q.device, messages, rounds=True)
+        steps = Steps(plan, line, options, RankPart(HEADS, 0), q.device, messages, rounds=True)
         t = Tensors(q[mine], k[mine], v[mine])
         of_rows = OfRows(exact[0][mine].bfloat16(), exact[1][:, mine].float().contiguous(), dout[mine], None)
         with mock.patch.object(launch, "chain_launches", wraps=launch.chain_launches) as chain:

@@ -130,7 +130,7 @@ def second_step(mesh: DeviceMesh, comm: str, dropout_p: float) -> None:
     distributed.attention(*mine, **keywords).sum().backward()
     with (
         mock.patch.object(dispatch, "select", side_effect=AssertionError),
-        mock.patch.object(kinds.Kind, "__init__", side_effect=AssertionError),
+        mock.patch.object(kinds.RingKind, "__init__", side_effect=AssertionError),
         mock.patch.object(kinds, "agree", side_effect=AssertionError),
         mock.patch.object(launches, "_int32", side_effect=AssertionError),
     ):
@@ -355,12 +355,12 @@ def chosen(mesh: DeviceMesh, rows: int, heads: int, kv_heads: int, **keywords: A
     q, k = torch.empty(1, rows, heads, 128), torch.empty(1, rows, kv_heads, 128)
     found = []
 
-    class Noted(kinds.Kind):
+    class Noted(kinds.RingKind):
         def __init__(self, spec: Any, t: Any, copies: bool) -> None:
             found.append(kinds.chosen(spec, kinds.Problem.of(t, spec.options)))
             raise StopIteration
 
-    with mock.patch.object(kinds, "Kind", Noted), pytest.raises(StopIteration):
+    with mock.patch.object(kinds, "RingKind", Noted), pytest.raises(StopIteration):
         distributed.attention(q, k, k, mesh=mesh, causal=True, **keywords)
     return found[0]
 

@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 
 from flashtile.core.masks import Band
-from flashtile.distributed.calls import Call, in_two
+from flashtile.distributed.calls import RingCall, in_two
 from flashtile.distributed.plan import make_plan
 
 CAUSAL = Band(None, 0)
 
 
-def kept(call: Call) -> Counter[tuple[int, ...]]:
+def kept(call: RingCall) -> Counter[tuple[int, ...]]:
     """Every pair of a row and a key that a call keeps; with their positions if it has origins."""
     found: Counter[tuple[int, ...]] = Counter()
     bounds = zip(itertools.pairwise(call.cu_seqlens_q), itertools.pairwise(call.cu_seqlens_k), strict=True)

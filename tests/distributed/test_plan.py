@@ -100,9 +100,9 @@ def check_parts(plan, lengths_q, lengths_k, layout, batch):
     """Both ways to cut a rank's work over its own keys keep what its step 0 keeps; the first is of rows alone."""
     own, whole = plan.own, sum(call.pairs for call in plan.steps[0].calls)
     private = [own.private] if own.private else []
-    of_rows, of_keys = [own.late, own.rest], [own.asked, *own.inside, *private]
+    of_rows, of_keys = [own.remote_rows, own.local_rows], [own.shared_keys, *own.private_keys, *private]
     assert sorted(row for x in of_rows for row in range(*x.rows)) == list(range(plan.rows))
-    assert all(x.rows == own.common.rows for x in (own.asked, *own.inside))
+    assert all(x.rows == own.common.rows for x in (own.shared_keys, *own.private_keys))
     rows, keys = (rows_of(x, plan.world, plan.rank, layout, batch) for x in (lengths_q, lengths_k))
     for parts in (of_rows, of_keys, [own.common, *private]):
         found = collections.Counter()
@@ -111,7 +111,7 @@ def check_parts(plan, lengths_q, lengths_k, layout, batch):
             for call in x.calls:
                 found.update(pairs_of(call, some, seen, lengths_q, lengths_k, batch))
         assert max(found.values(), default=1) == 1 and found.total() == whole
-    for joined, apart in ((own.joined, own.late), (own.whole, own.common)):
+    for joined, apart in ((own.joined, own.remote_rows), (own.whole, own.common)):
         if joined is not None:
             (step,) = (step for step in plan.steps if step.number and step.calls)
             theirs = rows_of(lengths_k, plan.world, step.source, layout, batch)
@@ -120,9 +120,9 @@ def check_parts(plan, lengths_q, lengths_k, layout, batch):
             assert len(set(pairs)) == len(pairs) == sum(call.pairs for call in (*step.calls, *apart.calls))
             assert len(seen) <= max(plan.keys, len(theirs))
     outside = {row for step in plan.steps[1:] for call in step.calls for row in _rows_with_keys(call)}
-    assert all(row < own.late.rows[1] for row in outside)
+    assert all(row < own.remote_rows.rows[1] for row in outside)
     theirs = {place for step in plan.steps for span in step.back for place in range(*span)}
-    assert not theirs & {key for x in [*own.inside, *private] for key in range(*x.keys)}
+    assert not theirs & {key for x in [*own.private_keys, *private] for key in range(*x.keys)}
 
 
 def _rows_with_keys(call):
@@ -158,11 +158,11 @@ def test_a_window_of_few_keys_stands_apart(origins):
     check_pairs((1200,), (1200,), 3, "contiguous", Band(70, 20), origins=origins)
     first, second = plans_of((900,), (900,), 2, "contiguous", Band(70, 0), origins=origins)
     # Rank 1: of 450 rows 128 wait for 70 keys, 72 with those around them; rank 0 rounds all sums but those of 128.
-    assert [first.own.late.rows, first.own.rest.rows, first.own.joined] == [(0, 0), (0, 450), None]
-    assert [second.own.late.rows, second.own.rest.rows] == [(0, 128), (128, 450)]
+    assert [first.own.remote_rows.rows, first.own.local_rows.rows, first.own.joined] == [(0, 0), (0, 450), None]
+    assert [second.own.remote_rows.rows, second.own.local_rows.rows] == [(0, 128), (128, 450)]
     assert second.own.joined.keys == (0, 128) and second.steps[1].spans == ((376, 450),)
-    assert first.own.asked.keys == (256, 450) and [x.keys for x in first.own.inside] == [(0, 256)]
-    assert second.own.asked.calls == () and second.own.inside == (second.own.common,)
+    assert first.own.shared_keys.keys == (256, 450) and [x.keys for x in first.own.private_keys] == [(0, 256)]
+    assert second.own.shared_keys.calls == () and second.own.private_keys == (second.own.common,)
 
 
 def test_a_cut_document_stands_apart():

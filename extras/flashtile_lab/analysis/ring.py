@@ -25,11 +25,11 @@ from typing import Literal, NamedTuple, get_args
 
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
-from flashtile.distributed.calls import Call
+from flashtile.distributed.calls import RingCall
 from flashtile.distributed.dealing import Mask, deal_rows
 from flashtile.distributed.layouts import Layout
 from flashtile.distributed.plan import Plan, make_plan
-from flashtile.distributed.ring import Ring
+from flashtile.distributed.ring import RankRing
 from flashtile_lab.analysis.links import Cluster, Link
 from flashtile_lab.analysis.roofline import H200
 from flashtile_lab.analysis.sent import Sizes, bytes_sent, exchanged_bytes, gathered_bytes, least_keys
@@ -188,7 +188,7 @@ class RingShape:
 
     def least(self, plans: Sequence[Plan]) -> float:
         """Keys that ranks get over the least that any exchange of blocks of 128 rows gives them; 1 for none."""
-        ring = Ring(self.lengths, self.lengths, self.ring, self.dealt, self.band)
+        ring = RankRing(self.lengths, self.lengths, self.ring, self.dealt, self.band)
         least = sum(least_keys(ring, plan.rank) for plan in plans)
         return sum(step.keys for plan in plans for step in plan.steps if step.number) / least if least else 1.0
 
@@ -315,7 +315,7 @@ class _Steps:
         self.busy = [busy[number] for number in sorted(busy)]
         self.numbers = sorted(busy)
 
-    def _times(self, call: Call, first: bool) -> tuple[float, float]:
+    def _times(self, call: RingCall, first: bool) -> tuple[float, float]:
         bounds = zip(*map(itertools.pairwise, (call.cu_seqlens_q, call.cu_seqlens_k)), strict=True)
         lengths = [(stop - start, last - begin) for (start, stop), (begin, last) in bounds]
         rows, keys = (sum(each[side] for each in lengths if all(each)) for side in (0, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile.distributed.plan import Plan
-from flashtile.distributed.ring import BLOCK, Ring
+from flashtile.distributed.ring import BLOCK, RankRing
 
 
 class Sizes(NamedTuple):
@@ -49,7 +49,7 @@ def bytes_sent(plan: Plan, sizes: Sizes, backward: bool = False) -> int:
     return sent
 
 
-def least_keys(ring: Ring, rank: int) -> int:
+def least_keys(ring: RankRing, rank: int) -> int:
     """Keys that a rank must get where shards are exchanged in blocks of 128 rows: those of blocks that its rows see."""
     blocks = {
         (source, block)

@@ -14,7 +14,7 @@ from flashtile.call.backend import Direction
 from flashtile.call.problem import MaskMod, Precision, Problem, ScoreMod, described
 from flashtile.core.masks import Band
 from flashtile.mods import library
-from flashtile.mods.record import ModKey, Operand, lowered
+from flashtile.mods.record import ModKey, OperandKind, lowered
 from flashtile_lab.kernels.build import KernelBuild, kernel_builds
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
@@ -72,7 +72,7 @@ def _function_builds() -> list[KernelBuild]:
 
 def _key(f: Any, what: str) -> ModKey:
     found = lowered(f, f"{what}_mod", what, False)
-    return ModKey(found.text, tuple(Operand(x.dtype, x.dim()) for x in found.operands))
+    return ModKey(found.text, tuple(OperandKind(x.dtype, x.dim()) for x in found.operands))
 
 
 def _interval_builds() -> list[KernelBuild]:

@@ -6,7 +6,7 @@ from flashtile.core.masks import Band
 from flashtile.distributed.dealing import Mask, deal_rows, weigh
 from flashtile.distributed.layouts import LAYOUTS
 from flashtile.distributed.plan import make_plan
-from flashtile.distributed.ring import Ring
+from flashtile.distributed.ring import RankRing
 from flashtile_lab.analysis.sent import Sizes, bytes_sent, exchanged_bytes, gathered_bytes, least_keys
 
 CAUSAL = Band(None, 0)
@@ -77,7 +77,7 @@ def test_dealt_work_is_even_and_little_travels(name, band):
     lengths, world = LENGTHS[name], 4
     assert sum(lengths) == world * 32768
     layout = deal_rows(lengths, world, Mask(band))
-    plans, ring = plans_of(lengths, lengths, world, layout, band), Ring(lengths, lengths, world, layout, band)
+    plans, ring = plans_of(lengths, lengths, world, layout, band), RankRing(lengths, lengths, world, layout, band)
     pairs = [plan.pairs for plan in plans]
     assert sum(pairs) == sum(band.count(n, n) for n in lengths) and max(pairs) * world <= 1.05 * sum(pairs)
     moved = sum(step.keys for plan in plans for step in plan.steps[1:])

@@ -14,7 +14,7 @@ from flashtile.call.cached_arguments import CacheOptions
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.core.sizes import holds
 from flashtile.mods.graph import Graph, GraphError, evaluate, kind_of, parse, places_of
-from flashtile.mods.record import Lowered, ModKey, Operand, lowered
+from flashtile.mods.record import Lowered, ModKey, OperandKind, lowered
 
 if TYPE_CHECKING:
     from flashtile.call.problem import Problem
@@ -197,7 +197,7 @@ def keys_of(t: Any, mods: Sequence[str]) -> dict[str, ModKey]:
     for graph, (text, read, _) in zip(graphs, parts_of(mods, operands, numbers), strict=True):
         for kind, x in zip(graph.operands, read, strict=True):
             _check_operand(f"{graph.what}_mod", kind, x, t.q)
-        keys[graph.what] = ModKey(text, tuple(Operand(x.dtype, x.dim()) for x in read))
+        keys[graph.what] = ModKey(text, tuple(OperandKind(x.dtype, x.dim()) for x in read))
     return keys
 
 

@@ -6,9 +6,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# The packages of the extra, those that Typer depends on, and what flashtile-lab's commands need besides.
+# The packages of the extra, the packages that Typer depends on, and those which flashtile-lab's commands also need.
 _EXTRA = ("typer", "click", "rich", "matplotlib")
-# Commands of flashtile-lab, by which some know flashtile.
+# Commands that are part of flashtile-lab. Some users expect them here.
 _OF_LAB = ("demo", "analyze", "explore", "reproduce", "kernels")
 
 
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: The words after ``flashtile``; those of the process by default.
+        arguments: The words after ``flashtile``; by default the process's own arguments.
 
     Returns:
         The exit code: 0, 2 for invalid input or too little memory, 130 when interrupted, and 1 if one of the command's
@@ -31,12 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def start(module: str, name: str, package: str, arguments: list[str]) -> int:
-    """Runs the ``app`` of a module; if a package is missing, one line says what brings it.
+    """Runs the ``app`` of a module. If a package is missing, prints one line that says how to install it.
 
     Args:
         module: The module with the commands.
-        name: What they are called by.
-        package: What pip installs, with all that they need.
+        name: The name of the command.
+        package: The pip package that installs everything the commands need.
         arguments: The words after the name.
     """
     try:

@@ -1,4 +1,4 @@
-"""``flashtile build``: kernels compiled ahead for an architecture, into an archive that calls load from."""
+"""``flashtile build``: compiles kernels ahead for an architecture, into an archive that calls load from."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rich.progress import Progress
 import flashtile
 from flashtile.backends.gpu import ahead
 from flashtile.call.gpus import gpu_of
-from flashtile.cli.models import Call, Shape, Uses, calls, models
+from flashtile.cli.models import Call, LayerShape, Uses, calls, models
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
-# These options are the whole command's, not a layer's.
+# These options belong to the whole command, not to a layer.
 _OF_COMMAND = ("listed", "missed", "exact", "jobs")
-# What was compiled is written as often, so that no more is lost where a machine takes the process away.
+# Seconds between writes of the kernels compiled so far, so that little is lost if the machine ends the process.
 _EACH_S = 120
 
 
@@ -134,12 +134,12 @@ def wanted_calls(options: dict[str, Any]) -> list[Call]:
 
 
 def list_calls(file: Path, command: Any) -> list[Call]:
-    """The calls of a list: in each line options that name layers, of the command ``build``."""
+    """The calls of a list: each line has options of the command ``build`` that name layers."""
     found: list[Call] = []
     for number, line in enumerate(_read(file, "--list").splitlines(), 1):
         if not (words := shlex.split(line, comments=True)):
             continue
-        # The command is not complete without the last two.
+        # The command needs the last two options to be complete.
         options = command.make_context(f"line {number} of {file.name}", [*words, "--arch=", "--out="]).params
         if any(options[name] for name in _OF_COMMAND):
             raise InvalidInputError("--list", f"has in line {number} what is not an option of layers: {line.strip()}")
@@ -156,7 +156,7 @@ def _read(file: Path, option: str) -> str:
 
 def _shapes(
     names: list[str] | None, heads: str | None, head_dim: int, causal: bool, window: int | None, softcap: float
-) -> list[Shape]:
+) -> list[LayerShape]:
     known = models()
     for name in names or ():
         if name not in known:
@@ -168,7 +168,7 @@ def _shapes(
         of_q, of_kv = int(match[1]), int(match[2] or match[1])
         if not of_kv or not of_q or of_q % of_kv:
             raise InvalidInputError("--heads", f"is {each}, the first must be a multiple of the second")
-        found.append(Shape(of_q, of_kv, head_dim, causal, window, softcap))
+        found.append(LayerShape(of_q, of_kv, head_dim, causal, window, softcap))
     return found
 
 
@@ -179,7 +179,7 @@ def _dtype(name: str, option: str) -> torch.dtype:
 
 
 def list_launches(wanted: list[Call], arch: str) -> list[str]:
-    """Lists the kernels that calls need; returns what no backend runs."""
+    """Lists the kernels that calls need; returns the calls that no backend runs."""
     refused = []
     for what, tensors, options in wanted:
         try:
@@ -190,7 +190,7 @@ def list_launches(wanted: list[Call], arch: str) -> list[str]:
 
 
 def _compile(recorder: ahead.Recorder, out: Path, arch: int, jobs: int) -> None:
-    """Compiles what is listed, in processes of their own."""
+    """Compiles the listed kernels, in separate processes."""
     lines = [ahead.as_json(launch) for launch in recorder.launches.values()]
     with (
         Progress(console=Console(stderr=True), transient=True) as progress,

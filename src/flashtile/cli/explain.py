@@ -18,7 +18,7 @@ from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.ops import dispatch
 
-# Flags of other names than the arguments of ``attention``.
+# Flags with other names than the arguments of ``attention``.
 _FLAGS = {"window_size": "--window", "softcap": "--softcap", "dropout_p": "--dropout", "backend": "--backend"}
 
 Length = Annotated[int, typer.Option(min=1, max=MOST, help="Length of queries and keys, unless given apart.")]
@@ -137,7 +137,7 @@ def _device(device: DeviceType, arch: str | None) -> tuple[str, tuple[int, int] 
 
 
 def _explain_elsewhere(problem: Problem, name: str | None, shapes: Tensors) -> str:
-    """Like ``dispatch.explain``, but ignores what this machine lacks: the call would run on another machine."""
+    """Like ``dispatch.explain``, but ignores what this machine lacks, because the call would run on another machine."""
     name = name or settings.BACKEND.get() or None
     assert problem.compute_capability is not None
     major, minor = problem.compute_capability

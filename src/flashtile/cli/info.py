@@ -25,7 +25,7 @@ from flashtile.ops import dispatch
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False) -> None:
-    """What this machine is, and which backends can run on it."""
+    """This machine, and the backends that can run on it."""
     by_triton = f"{settings.LAUNCHER.name} is triton" if settings.LAUNCHER.get() else ""
     kernels = [each._asdict() | {"why_not": each.why_not or by_triton} for each in archive.listed()]
     facts = {**machine(), "backends": [_backend(name) for name in dispatch.NAMES], "kernels": kernels, **_recorded()}
@@ -64,7 +64,7 @@ def machine() -> dict[str, Any]:
 
 
 def launcher() -> str:
-    """What starts GPU kernels on this machine: the driver directly, or Triton with the reason."""
+    """The launcher of GPU kernels on this machine: the driver directly, or Triton with the reason."""
     missing = dispatch.backend("portable").missing()
     if missing or not torch.cuda.is_available():
         return f"not applicable ({missing or 'no GPU that torch can use'})"
@@ -95,7 +95,7 @@ def _backend(name: str) -> dict[str, Any]:
 
 
 def why_unusable(name: str, device_type: str) -> list[str]:
-    """Why a backend cannot run any call on a device of this machine, empty if it can.
+    """The reasons why a backend cannot run any call on a device of this machine; empty if it can.
 
     Args:
         name: The backend.
@@ -122,7 +122,7 @@ def _simplest(capabilities: Capabilities, device_type: str) -> Problem:
 
 
 def _recorded() -> dict[str, Any]:
-    """How many kernels of each name runs have compiled, as they wrote it down; None if they are not told to."""
+    """The number of kernels of each name that runs have compiled, from their record; None if there is no record."""
     if not (place := settings.RECORD.text()):
         return {"recorded": None}
     try:

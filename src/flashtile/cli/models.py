@@ -1,4 +1,4 @@
-"""Models by name, and the calls that training and serving them makes: what is built ahead for them."""
+"""Models by name, and the calls that training and serving them makes, for which kernels are built ahead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # Name, query heads, key heads, head_dim, mask, window, softcap, sinks. A model with two kinds of layers has two lines;
-# 576:512 are latent rows, which attend as keys, and by their first 512 columns as values.
+# 576:512 are latent rows, which are keys as a whole and values by their first 512 columns.
 _TABLE = """
 llama3-8b      32  8   128     causal
 llama3-70b     64  8   128     causal
@@ -36,7 +36,7 @@ flux           24  24  128     full
 """
 
 
-class Shape(NamedTuple):
+class LayerShape(NamedTuple):
     """One kind of attention layer.
 
     Attributes:
@@ -44,9 +44,9 @@ class Shape(NamedTuple):
         heads_kv: Key and value heads.
         head_dim: Width of q and k.
         causal: Whether query i sees keys up to its own.
-        window: Keys before a query's own that it sees, None for all.
+        window: The number of keys before its own that a query sees, None for all.
         softcap: The cap, 0 for none.
-        head_dim_v: Width of v; 0 for that of k.
+        head_dim_v: Width of v; 0 if it is k's.
         sinks: Whether each head has a sink.
     """
 
@@ -61,37 +61,37 @@ class Shape(NamedTuple):
 
     @property
     def is_latent(self) -> bool:
-        """Whether values are the keys' first columns: rows of a cache alone."""
+        """Whether values are the keys' first columns, which only rows of a cache are."""
         return self.heads_kv == 1 and 0 < self.head_dim_v < self.head_dim
 
 
-def models() -> dict[str, tuple[Shape, ...]]:
-    """The layers of each model, by its name."""
-    found: dict[str, tuple[Shape, ...]] = {}
+def models() -> dict[str, tuple[LayerShape, ...]]:
+    """The layers of each model, by the model's name."""
+    found: dict[str, tuple[LayerShape, ...]] = {}
     for line in _TABLE.split("\n"):
         if words := line.split():
             name, of_q, of_kv, dims, kind, window, cap, sinks = (*words, *"---")[:8]
             dim, _, dim_v = dims.partition(":")
             keys, most = None if window == "-" else int(window), 0.0 if cap == "-" else float(cap)
             plain = int(of_q), int(of_kv), int(dim), kind == "causal"
-            found[name] = (*found.get(name, ()), Shape(*plain, keys, most, int(dim_v or 0), sinks == "sinks"))
+            found[name] = (*found.get(name, ()), LayerShape(*plain, keys, most, int(dim_v or 0), sinks == "sinks"))
     return found
 
 
 class Uses(NamedTuple):
-    """What a layer is used for.
+    """The uses of a layer.
 
     Attributes:
-        dtype: Of q, k and v.
-        dense: Whether sequences of one length are attended to.
-        packed: Whether packed ones are.
-        backward: Whether both have a backward.
-        pages: Rows of a cache's page for each server to build for, 0 for a cache without pages; empty for no serving.
-        cache_dtype: Of the cache.
-        appends: Whether a server's steps write their keys; some servers write them beforehand.
-        lengths: Rows of a sequence, and of a chunk of a prompt; empty for all that need kernels of their own.
-        batches: Sequences, and those of a server's step; likewise.
-        precision: ``"fp8"`` for forwards that round to 8 bits, instead of those in dtype and their backwards.
+        dtype: Dtype of q, k and v.
+        dense: Whether there are calls with sequences of one length.
+        packed: Whether there are calls with packed sequences.
+        backward: Whether these calls have a backward.
+        pages: For each server, the rows of a cache's page, or 0 for a cache without pages; empty for no serving.
+        cache_dtype: Dtype of the cache.
+        appends: Whether a server's steps write their keys; some servers write keys beforehand. May hold both.
+        lengths: Rows of a sequence, and of a prompt's chunk; empty for all lengths that need kernels of their own.
+        batches: Numbers of sequences, also in a server's step; empty likewise.
+        precision: ``"fp8"`` for forwards that round to 8 bits, instead of forwards in dtype and their backwards.
     """
 
     dtype: torch.dtype
@@ -106,25 +106,25 @@ class Uses(NamedTuple):
     precision: str | None = None
 
 
-# Numbers that between them reach each class of tiles: most share their kernels. ``tests/archive/test_wheel.py`` draws
-# others, which must need no further kernels.
+# Together, these numbers reach each class of tiles: most share their kernels. ``tests/archive/test_wheel.py`` draws
+# other numbers, which must need no further kernels.
 _LENGTHS = (
     16, 64, 68, 100, 134, 161, 200, 270, 289, 442, 512, 576, 613, 766, 1000, 1050, 1088, 1400, 2048, 2049, 3000, 8192,
 )  # fmt: skip
 _BATCHES = (1, 2, 4, 8, 32, 64)
 _STEPS = (1, 4, 8, 16, 32, 64, 200, 256)
-# Rows of each sequence of a step: a token, or as many as were guessed.
+# Rows of each sequence in a step: a token, or as many as were drafted.
 _ROWS = (1, 2, 4, 8)
-# The most rows of a sequence of packed ones: guessed ones, and a chunk of a prompt beside sequences of a token.
+# The most rows of a packed sequence: drafted tokens, or a prompt's chunk beside sequences of one token.
 _CHUNKS = (2, 4, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 6000, 8192)
-# Keys that a sequence may have.
+# The most keys of a sequence.
 _CAPACITIES = (8192, 32768)
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
-def calls(shape: Shape, uses: Uses) -> Iterator[Call]:
-    """The calls of a layer: what it is, and the arguments of ``flashtile.warm_up`` on the meta device."""
+def calls(shape: LayerShape, uses: Uses) -> Iterator[Call]:
+    """The calls of a layer: a description, and the arguments of ``flashtile.warm_up`` on the meta device."""
     window = None if shape.window is None else (shape.window, 0 if shape.causal else shape.window)
     plain: dict[str, Any] = {"causal": shape.causal, "window_size": window, "softcap": shape.softcap}
     if shape.sinks:
@@ -139,20 +139,20 @@ def calls(shape: Shape, uses: Uses) -> Iterator[Call]:
                 yield f"{what}, {batch} x {length} rows", _qkv((batch, length), shape, uses.dtype), training
             if uses.packed:
                 packing: dict[str, Any] = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), length)
-                # One tensor, as of sequences that attend to themselves.
+                # One tensor for both, as for sequences that attend to themselves.
                 packing |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), _indices(batch + 1))
                 rows = _qkv((batch * length,), shape, uses.dtype)
                 yield f"{what}, packed {batch} x {length}", rows, training | packing
-    # What has narrower values keeps latent rows.
+    # A layer with narrower values keeps latent rows in its cache.
     for size in uses.pages if shape.is_latent or not shape.head_dim_v else ():
         for batch, capacity, appends in itertools.product(uses.batches or _STEPS, _CAPACITIES, uses.appends):
             yield from _steps(what, shape, uses, plain, (size, batch, capacity), appends)
 
 
 def _steps(
-    what: str, shape: Shape, uses: Uses, plain: dict[str, Any], sizes: tuple[int, int, int], appends: bool
+    what: str, shape: LayerShape, uses: Uses, plain: dict[str, Any], sizes: tuple[int, int, int], appends: bool
 ) -> Iterator[Call]:
-    """A server's steps: some tokens of each sequence, or one of each and a chunk of a prompt."""
+    """A server's steps: some tokens of each sequence, or a chunk of a prompt beside sequences of one token."""
     (size, batch, capacity), kind = sizes, uses.cache_dtype or uses.dtype
     rows = (batch * capacity // size, size) if size else (batch, capacity)
     cache = torch.empty(*rows, shape.heads_kv, shape.head_dim, dtype=kind, device="meta")
@@ -173,7 +173,7 @@ def _steps(
         yield f"{what}{batch} with a chunk of {chunk}", (q, *new[: appends * most]), given | packing
 
 
-def _qkv(rows: tuple[int, ...], shape: Shape, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _qkv(rows: tuple[int, ...], shape: LayerShape, dtype: torch.dtype) -> tuple[Tensor, ...]:
     widths = shape.head_dim, shape.head_dim, shape.head_dim_v or shape.head_dim
     heads = shape.heads_q, shape.heads_kv, shape.heads_kv
     each = zip(heads, widths, strict=True)

@@ -8,18 +8,18 @@ from typing import Annotated
 
 import typer
 
-# Above it, products exceed the floats that tables print.
+# Above this number, products exceed the floats that tables print.
 MOST = 2**40
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON alone.")]
 # The input dtypes, as PyTorch calls them.
 DtypeName = enum.StrEnum("DtypeName", ["float16", "bfloat16", "float32", "float64"])
-# Where the tensors lie; auto is a GPU where this machine has one.
+# The device of the tensors; auto is a GPU if this machine has one.
 DeviceType = enum.StrEnum("DeviceType", ["auto", "cpu", "cuda"])
 
 
 def positive_int(text: str, option: str) -> int:
-    """A whole number as it was written, 4096 or 4k."""
+    """Parses a whole number, such as 4096 or 4k."""
     factor = 1024 if text.endswith(("k", "K")) else 1
     digits = text[:-1] if factor > 1 else text
     try:
@@ -32,5 +32,5 @@ def positive_int(text: str, option: str) -> int:
 
 
 def integers(texts: Sequence[str], option: str = "--seqlen") -> list[int]:
-    """Whole numbers of an option that is repeated, or has commas."""
+    """Parses whole numbers from an option that is repeated, or has commas."""
     return [positive_int(part.strip(), option) for text in texts for part in text.split(",")]

@@ -1,4 +1,4 @@
-"""Runs a command line of Typer's; errors become one line and an exit code."""
+"""Runs a Typer command line; errors become one line and an exit code."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import typer
 from flashtile import __version__
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
-# Typer's exception for a wrong command line. Its base class is click's or Typer's own copy of it, so it is taken from a
-# class that every version exports.
+# Typer's exception for a wrong command line. The base class is click's, or Typer's own copy of click's, so it is taken
+# from a class that every version exports.
 _UsageError: Any = typer.BadParameter.__base__
 _CommandError: Any = _UsageError.__base__
 
 
 def new_app(summary: str, epilog: str) -> typer.Typer:
-    """A command without commands, which prints its help, or with ``--version`` the version."""
+    """A Typer app without commands. It prints its help, or with ``--version`` the version."""
     app = typer.Typer(
         add_completion=False,
         rich_markup_mode=None,
@@ -49,11 +49,11 @@ def run(app: typer.Typer, name: str, arguments: list[str]) -> int:
 
     Args:
         app: The commands.
-        name: What they are called by.
+        name: The name of the command.
         arguments: The words after the name.
 
     Returns:
-        The exit code. Everything a user can cause is one line on stderr and code 2; other errors are raised.
+        The exit code. Every error that a user can cause is one line on stderr and code 2; other errors are raised.
     """
     command = typer.main.get_command(app)
     try:
@@ -90,7 +90,7 @@ def _fail(message: str, where: str, code: int = 2) -> int:
 
 
 def _one_line(message: str) -> str:
-    """The lines of a message joined: a list after its heading by colons and semicolons, prose by spaces."""
+    """Joins the lines of a message: a list after its heading by colons and semicolons, prose by spaces."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if len(lines) > 1 and message.splitlines()[1].startswith("  "):
         return f"{lines[0]}: {'; '.join(lines[1:])}"

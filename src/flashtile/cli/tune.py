@@ -1,4 +1,4 @@
-"""``flashtile tune``: measures tiles of the portable kernels on this machine's GPU, and saves those that are faster."""
+"""``flashtile tune``: measures tiles of the portable kernels on this machine's GPU, and saves the faster ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tune(
 ) -> None:
     """Measure tiles of the portable kernels on this GPU, and save what is faster where every later call finds it.
 
-    --shape may be given several times; shapes whose calls share tiles are tuned together. Ctrl-C keeps what is known.
+    --shape may be given several times; shapes that share tiles are tuned together. Ctrl-C keeps what is known.
     """
     place = tuned.path()
     if place is None:
@@ -90,7 +90,7 @@ def _line(key: Key, tiles: str, gain: float) -> str:
 
 
 def _tune(todo: list[tuning.Task], seconds: float) -> tuple[list[tuning.Result], bool]:
-    """Each task with a bar of the time, saved when it is done; whether Ctrl-C ended them."""
+    """Runs each task, with a bar of the time, and saves its result. Returns also whether Ctrl-C ended them."""
     results, console, end_s = [], Console(stderr=True), time.monotonic() + seconds
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("building", total=seconds)
@@ -110,7 +110,7 @@ def _tune(todo: list[tuning.Task], seconds: float) -> tuple[list[tuning.Result],
 
 
 def _problem(text: str, dtype: torch.dtype, band: Band) -> Problem:
-    """A call of a shape as it was written, with all gradients, on the GPU if there is one."""
+    """A call of a shape given as text, with all gradients, on the GPU if there is one."""
     sizes, _, dim_v = text.partition("/")
     batch, seqlen, heads, *rest = [*integers([sizes], "--shape"), *[0] * 3][: max(3, sizes.count(",") + 1)]
     if len(rest) not in (1, 2):

@@ -1,4 +1,4 @@
-"""Converts flash-attn's forms of arguments to flashtile's; invalid values pass through, to be rejected later."""
+"""Converts flash-attn's forms of arguments to flashtile's. Invalid values pass through, and are rejected later."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def bound(size: int | None) -> int | None:
 
 
 def window(window_size: Window) -> Sequence[int | None]:
-    """A pair of sides, which may be a tensor; a tensor on a GPU costs a synchronisation."""
+    """A pair of sides, which may be a tensor. Reading a tensor on a GPU costs a synchronisation."""
     pair = window_size.tolist() if isinstance(window_size, Tensor) else window_size
     return tuple(bound(size) for size in pair) if isinstance(pair, (tuple, list)) else pair
 
 
 def chunk_of(attention_chunk: int) -> int:
-    """A chunk, 0 for none: FlashAttention-3 takes any number below 1 for none."""
+    """A chunk, 0 for none: FlashAttention-3 takes every number below 1 as none."""
     return max(integer("attention_chunk", attention_chunk), 0)
 
 
 def length(name: str, max_seqlen: Any) -> Any:
-    """A longest length, which may be a tensor of one integer; a tensor on a GPU costs a synchronisation."""
+    """A longest length, which may be a tensor of one integer. Reading a tensor on a GPU costs a synchronisation."""
     if not isinstance(max_seqlen, Tensor):
         return max_seqlen
     if max_seqlen.numel() != 1 or max_seqlen.dtype.is_floating_point:
@@ -57,7 +57,7 @@ def length(name: str, max_seqlen: Any) -> Any:
 
 
 def index_tensor(name: str, x: Any, shape: tuple[int, ...] | None, device: torch.device) -> Tensor:
-    """An int32 tensor on a device: of that shape, or of one dimension and not empty where shape is None."""
+    """An int32 tensor on a device, of the given shape; if shape is None, of one dimension and not empty."""
     found = tuple(tensor(name, x).shape)
     fits = not differ(found, shape) if shape is not None else len(found) == 1 and not holds(found[0] == 0)
     if not fits or x.dtype != torch.int32 or x.device != device:
@@ -71,12 +71,12 @@ def _described(x: Tensor) -> str:
 
 
 def values_are_checked(device: torch.device) -> bool:
-    """Whether the contents of index tensors are looked at: where that costs no synchronisation, or on request."""
+    """Whether the contents of index tensors are checked: if that costs no synchronisation, or on request."""
     return (device.type == "cpu" or settings.CHECK.enabled()) and not torch.compiler.is_compiling()
 
 
 def unstack(name: str, stacked: Tensor, parts: int, *, dim: int) -> tuple[Tensor, ...]:
-    """Views of the tensors stacked in one, each without the stacking dimension."""
+    """Views of stacked tensors, each without the stacking dimension."""
     if tensor(name, stacked).dim() != dim + 3 or stacked.shape[dim] != parts:
         lead = "batch, seqlen" if dim == 2 else "total"
         must = f"({lead}, {parts}, num_heads, head_dim)"
@@ -85,7 +85,7 @@ def unstack(name: str, stacked: Tensor, parts: int, *, dim: int) -> tuple[Tensor
 
 
 def split_qkv(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
-    """Views of q, k and v: stacked in dimension 2, or in a tensor of 4 dimensions with their heads side by side."""
+    """Views of q, k and v, which are stacked in dimension 2, or have their heads side by side in four dimensions."""
     if tensor("qkv", qkv).dim() != 4:
         q, k, v = unstack("qkv", qkv, 3, dim=2)
         if num_heads_q is not None and num_heads_q != q.shape[2]:
@@ -101,9 +101,9 @@ def split_qkv(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
 
 
 def used_first(side: str, x: Tensor, cu_seqlens: Tensor, seqused: Tensor) -> tuple[Tensor, Tensor]:
-    """Where only some rows of each sequence are used: the order that packs these first, and their cu_seqlens.
+    """If only the first rows of each sequence are used: an order that packs these rows first, and their cu_seqlens.
 
-    The others follow and belong to no sequence. Nothing is read from the device, so shapes do not depend on the data.
+    The other rows follow and belong to no sequence. Nothing is read from the device, so shapes do not depend on data.
     """
     rows = torch.arange(tensor(side, x).shape[0], device=x.device)
     outer, name = f"cu_seqlens_{side}", f"seqused_{side}"
@@ -122,7 +122,7 @@ def used_first(side: str, x: Tensor, cu_seqlens: Tensor, seqused: Tensor) -> tup
                 raise InvalidInputError(name, f"is {used} for sequence {b}, which has {held} rows")
     bounds = bounds.to(torch.int64)
     sequence = torch.searchsorted(bounds[1:], rows, right=True)
-    limit = torch.nn.functional.pad(seqused, (0, 1))  # 0 for the rows of no sequence
+    limit = torch.nn.functional.pad(seqused, (0, 1))  # 0 for rows without a sequence
     unused = rows - bounds[sequence] >= limit[sequence]
     packed = torch.nn.functional.pad(seqused.cumsum(0), (1, 0)).to(torch.int32)
     return torch.argsort(unused, stable=True), packed
@@ -136,7 +136,7 @@ def refuse(name: str, value: object, why: str) -> None:
 
 @contextmanager
 def names(**written: str) -> Iterator[None]:
-    """Renames arguments in an error to the names that the caller used."""
+    """Renames arguments in errors to the caller's names."""
     try:
         yield
     except InvalidInputError as error:

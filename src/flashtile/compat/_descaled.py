@@ -1,4 +1,4 @@
-"""FlashAttention-3's calls of 8-bit tensors with descales, as calls of a ``Quantized``."""
+"""FlashAttention-3's calls with 8-bit tensors and descales, as calls with a ``Quantized``."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def attend(
     keywords: dict[str, Any],
     packed: tuple[Any, ...] = (),
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over q, k and v; those of float8_e4m3fn times their descales, with a bfloat16 output.
+    """Attention over q, k and v. Tensors of float8_e4m3fn are multiplied by their descales; out is then bfloat16.
 
     Args:
         qkv: q, k and v.
-        descales: Those of q, k and v, ``(batch, num_heads_kv)`` float32; None is 1.
-        keywords: Of ``flashtile.attention``.
-        packed: Of packed sequences cu_seqlens_q, cu_seqlens_k and the longest lengths.
+        descales: Descales of q, k and v, ``(batch, num_heads_kv)`` float32; None is 1.
+        keywords: Keywords of ``flashtile.attention``.
+        packed: For packed sequences cu_seqlens_q, cu_seqlens_k and the longest lengths.
 
     Raises:
-        InvalidInputError: Naming the argument; a descale whose q does not have 8 bits is one.
+        InvalidInputError: Names the argument, such as a descale if q does not have 8 bits.
     """
     q, k, v = qkv
     bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packed, strict=False))
@@ -61,9 +61,9 @@ def over_cache(
     descales: tuple[Tensor | None, ...],
     cu_seqlens_q: Tensor | None,
 ) -> tuple[Any, ...]:
-    """(q, k, v, cos, sin, what makes a call's out of that over the caches), in bfloat16 if q has 8 bits.
+    """(q, k, v, cos, sin, a function from the caches' out to the call's out), in bfloat16 if q has 8 bits.
 
-    ``others`` are new keys and values and the tables of rotary embeddings, or None; the caches stay as they are.
+    ``others`` are new keys, new values, and the two tables of rotary embeddings, or None. The caches stay as they are.
     """
     if tensor("q", q).dtype != torch.float8_e4m3fn:
         refuse_descales(q, descales)
@@ -78,16 +78,16 @@ def over_cache(
 
 
 def refuse_descales(q: Tensor, descales: tuple[Tensor | None, ...]) -> None:
-    """Raises ``InvalidInputError`` for a descale whose q does not have 8 bits."""
+    """Raises ``InvalidInputError`` for a descale if q does not have 8 bits."""
     for name, descale in zip(_NAMES, descales, strict=True):
         if descale is not None:
-            scale = f"{name[0]}_scale"  # a cache's keys or values may have 8 bits alone
+            scale = f"{name[0]}_scale"  # a cache may have 8-bit keys or values while q has 16 bits
             of_cache = "" if name == "q_descale" else f": flashtile.attention_with_kvcache has {scale} for 8-bit caches"
             raise InvalidInputError(name, f"is given, but goes with a float8_e4m3fn q; q has {q.dtype}{of_cache}")
 
 
 def eight_bits(name: str, x: Any) -> Tensor:
-    """The tensor, which must be of float8_e4m3fn, as q is."""
+    """The tensor, which must be float8_e4m3fn like q."""
     if tensor(name, x).dtype != torch.float8_e4m3fn:
         raise InvalidInputError(name, f"dtype is {x.dtype}, but q's is torch.float8_e4m3fn")
     return x
@@ -96,9 +96,9 @@ def eight_bits(name: str, x: Any) -> Tensor:
 def widened(
     q: Tensor, k: Tensor, descales: tuple[Tensor | None, ...], cu_seqlens_q: Tensor | None = None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """(q in bfloat16, what makes a call's out of that over values as they are).
+    """(q in bfloat16, a function from out over unscaled values to the call's out).
 
-    q is multiplied by its descale and that of the keys, and rounded once more; bfloat16 has all numbers of 8 bits.
+    q is multiplied by its descale and the keys' descale, and rounded once more. bfloat16 can hold all 8-bit numbers.
     """
     num_heads_kv = k.shape[-2] if k.dim() > 1 else 0
     shape = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1, num_heads_kv
@@ -115,7 +115,7 @@ def widened(
         factor = factor.repeat_interleave(x.shape[-2] // max(num_heads_kv, 1), 1)[..., None]
         if cu_seqlens_q is None:
             return (x.float() * factor[:, None]).to(torch.bfloat16)
-        # Rows past the last sequence take its factor.
+        # Rows past the last sequence use its factor.
         rows = torch.arange(x.shape[0], dtype=cu_seqlens_q.dtype, device=x.device)
         sequences = torch.searchsorted(cu_seqlens_q[1:-1].contiguous(), rows, right=True)
         return (x.float() * factor[sequences]).to(torch.bfloat16)

@@ -10,14 +10,14 @@ from types import ModuleType
 
 from flashtile.core.errors import InvalidInputError
 
-# Read by code that compares versions; the local part says whose functions these are.
+# Code that compares versions reads this. The local part names flashtile.
 FLASH_ATTN_VERSION = "2.8.4+flashtile"
 
 _Contents = dict[str, dict[str, object]]
 
 
 def install(package: str = "flash_attn") -> ModuleType:
-    """Puts modules under another package's name into ``sys.modules``, so that its users get flashtile's functions.
+    """Puts modules into ``sys.modules`` under another package's name, so that its users get flashtile's functions.
 
     After ``install("flash_attn")`` these work in this process: ``import flash_attn``, ``from flash_attn import
     flash_attn_func``, ``flash_attn.flash_attn_interface``, ``flash_attn.bert_padding``, ``flash_attn.layers.rotary``,
@@ -36,8 +36,8 @@ def install(package: str = "flash_attn") -> ModuleType:
         The package's module.
 
     Raises:
-        InvalidInputError: If flashtile has no modules for that package.
-        RuntimeError: If the real package is already imported: other modules may already hold its functions.
+        InvalidInputError: flashtile has no modules for that package.
+        RuntimeError: The real package is already imported: other modules may already use its functions.
     """
     if package not in _PACKAGES:
         known = ", ".join(map(repr, _PACKAGES))
@@ -64,7 +64,7 @@ def install(package: str = "flash_attn") -> ModuleType:
 
 
 class _Missing:
-    """The last to be asked for a module: says in words which ones of the packages flashtile has."""
+    """The last finder: its error lists the modules of the package that flashtile has."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
@@ -80,7 +80,7 @@ def _is_package(name: str, contents: _Contents) -> bool:
 
 def _module(name: str, values: dict[str, object], *, is_package: bool) -> ModuleType:
     module = ModuleType(name, f"flashtile's functions under the name {name}.")
-    # A spec makes importlib.util.find_spec answer; an empty path makes unknown submodules fail as they should.
+    # With a spec importlib.util.find_spec works; with an empty path unknown submodules fail as they should.
     module.__spec__ = ModuleSpec(name, loader=None, is_package=is_package)
     if is_package:
         module.__path__ = []
@@ -109,7 +109,7 @@ def _flash_attn() -> _Contents:
 
 
 def _einops() -> dict[str, object]:
-    """What flash-attn's modules import from einops, which it depends on, and verl imports from them."""
+    """Names that flash-attn's modules import from einops, a dependency, and that verl imports from these modules."""
     try:
         from einops import rearrange, repeat
     except ImportError:

@@ -1,4 +1,4 @@
-"""What the functions of flash-attn 2 and FlashAttention-3 over caches and pages of keys and values share."""
+"""Functions shared by flash-attn 2's and FlashAttention-3's calls over caches and pages of keys and values."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def attend(
     return_lse: bool,
     **given: Any,
 ) -> Any:
-    """``attention_with_kvcache`` without gradients; cache_seqlens may be None for caches that are full.
+    """``attention_with_kvcache`` without gradients. cache_seqlens may be None for full caches.
 
-    ``given`` are further keywords of that function: k, page_table, rotary_cos and rotary_interleaved among them.
+    ``given`` are further keywords of ``attention_with_kvcache``, such as k, page_table, rotary_cos, rotary_interleaved.
     """
     flag("return_softmax_lse", return_lse)
     if cache_seqlens is None:
@@ -34,7 +34,7 @@ def attend(
             raise InvalidInputError("cache_seqlens", "is None, must be given with k, which is written behind them")
         cache_seqlens = _capacity(tensor("k_cache", k_cache), given["page_table"])
     if given["rotary_cos"] is None:
-        # flash-attn allows them without cos, interleaved by default, and they say nothing then.
+        # flash-attn allows it without cos, and is interleaved by default; without cos it has no effect.
         given["rotary_interleaved"] = flag("rotary_interleaved", given["rotary_interleaved"]) and False
         if given.get("rotary_seqlens") is not None:
             index_tensor("rotary_seqlens", given.pop("rotary_seqlens"), None, tensor("q", q).device)
@@ -50,7 +50,7 @@ def attend(
 
 
 def _capacity(k_cache: Tensor, page_table: Tensor | None) -> int:
-    """Keys that each sequence has room for; shapes that are wrong give 0, and are refused with the others."""
+    """The number of keys that each sequence has room for. Wrong shapes give 0, and are refused later."""
     positions = k_cache.shape[1] if k_cache.dim() == 4 else 0
     if page_table is None:
         return positions
@@ -62,8 +62,8 @@ def packed(
 ) -> dict[str, Any]:
     """FlashAttention-3's k and v, cu_seqlens_q and cu_seqlens_k_new, and max_seqlen_q, for ``attend``.
 
-    New keys that are not packed become so where q is packed. Where q is not, max_seqlen_q says no more than q's shape,
-    and is dropped if it fits.
+    If q is packed, new keys that are not packed are packed. If q is not packed, max_seqlen_q must agree with q's shape,
+    and is dropped.
     """
     (k, v), (cu_seqlens_q, cu_seqlens_k_new) = new, bounds
     longest = checked(max_seqlen_q=length("max_seqlen_q", max_seqlen_q))["max_seqlen_q"]
@@ -81,7 +81,7 @@ def packed(
 
 
 def places(page_table: Tensor | None, cache_batch_idx: Tensor | None) -> dict[str, Tensor | None]:
-    """FlashAttention-3's page_table and cache_batch_idx, for ``attend``: with a table, the index is one of its rows."""
+    """FlashAttention-3's page_table and cache_batch_idx, for ``attend``: with a table, the index selects its rows."""
     if page_table is None or cache_batch_idx is None:
         return {"page_table": page_table, "cache_batch_idx": cache_batch_idx}
     if tensor("page_table", page_table).dim() != 2:
@@ -97,7 +97,7 @@ def places(page_table: Tensor | None, cache_batch_idx: Tensor | None) -> dict[st
 def metadata(
     sizes: dict[str, Any], dtype: torch.dtype, index: dict[str, Tensor | None], bounds: dict[str, Tensor | None]
 ) -> Tensor:
-    """What stands for FlashAttention-3's plan of a call, after a check of what describes the call.
+    """A placeholder for FlashAttention-3's plan of a call, after checks of the arguments that describe the call.
 
     ``index`` are tensors ``(batch,)``, cache_seqlens first, and ``bounds`` tensors ``(batch + 1,)``.
     """
@@ -119,8 +119,8 @@ def metadata(
 def attend_pages(tensors: tuple[Any, ...], lengths: tuple[Any, ...], block_table: Tensor, tail: tuple[Any, ...]) -> Any:
     """``flash_attn_varlen_func`` of flash-attn 2 over keys in pages.
 
-    ``tensors`` are q, k and v, ``lengths`` cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, and ``tail`` what
-    flash-attn's functions end with, from dropout_p on.
+    ``tensors`` are q, k and v; ``lengths`` are cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k; ``tail`` are
+    the last arguments of flash-attn's functions, from dropout_p on.
     """
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, probs = tail
     refuse_dropout(dropout_p)
@@ -136,7 +136,7 @@ def attend_pages(tensors: tuple[Any, ...], lengths: tuple[Any, ...], block_table
 
 
 def refuse_pages(q: Any, k: Any, v: Any, hint: str) -> None:
-    """Raises for keys or values in pages beside packed queries, without a table; ``hint`` says where it goes."""
+    """Raises for keys or values in pages with packed queries but without a table; ``hint`` names the right argument."""
     for name, x in (("k", k), ("v", v)):
         if isinstance(x, Tensor) and x.dim() == 4 and isinstance(q, Tensor) and q.dim() == 3:
             raise InvalidInputError(name, f"has 4 dimensions, must have 3 for packed sequences; for pages {hint}")
@@ -151,7 +151,7 @@ def paged(
     block_table: Tensor,
     options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed queries over keys in pages; errors name the arguments of flash-attn's packed functions."""
+    """Attention of packed queries over keys in pages. Errors name the arguments of flash-attn's packed functions."""
     softmax_scale, causal, window_size, softcap, alibi_slopes = options
     if cu_seqlens_q is None:
         raise InvalidInputError("cu_seqlens_q", "is None, must be an int32 tensor of shape (batch + 1,)")
@@ -174,7 +174,7 @@ def paged(
 
 
 def used(q: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int | Tensor) -> Tensor:
-    """The lengths, ``(batch,)`` int32, that cu_seqlens_k bounds."""
+    """The lengths, ``(batch,)`` int32, between the bounds in cu_seqlens_k."""
     bounds = index_tensor("cu_seqlens_k", cu_seqlens_k, None, tensor("q", q).device)
     lengths, longest = bounds.diff(), checked(max_seqlen_k=length("max_seqlen_k", max_seqlen_k))["max_seqlen_k"]
     if values_are_checked(bounds.device) and longest is not None and lengths.numel() and lengths.max() > longest:
@@ -192,7 +192,7 @@ def refuse_dropout(dropout_p: float) -> None:
 
 
 def without_backward(why: str, out: Tensor, lse: Tensor, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Out and lse of these tensors, whose gradient is refused, if it is asked for: ``why`` is of an argument."""
+    """Out and lse of these tensors, with a backward that raises ``why``, which names an argument."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         out, lse = _NoBackward.apply(why, out, lse, *tensors)
     return out, lse

@@ -1,7 +1,7 @@
 """flash-attn's private functions that other libraries call: forward and backward without autograd.
 
-Context-parallel libraries call these with their own communication in between. They map onto flashtile's operators; only
-this module and ``_s_dmask`` use more than the public functions.
+Context-parallel libraries call these, and communicate in between. They map onto flashtile's operators. Only this module
+and ``_s_dmask`` use more than the public functions.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = [
     "_wrapped_flash_attn_varlen_forward",
 ]
 
-# flash-attn's switch for its own Triton kernels on AMD devices, which are not used here.
+# flash-attn's switch for its own Triton kernels on AMD devices; they are not used here.
 USE_TRITON_ROCM = False
 
 
 def _get_block_size_n(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """Keys in a block by whose largest score S_dmask is scaled; here a block holds any row, whatever the arguments."""
+    """The keys of a block. The block's largest score scales S_dmask; here a block holds a whole row."""
     return _s_dmask.BLOCK_SIZE_N
 
 
@@ -134,7 +134,8 @@ def _flash_attn_backward(
 ) -> Tensor:
     """The backward alone, which writes into dq, dk and dv.
 
-    out and softmax_lse may cover more keys than k and v hold: the gradients are then these keys' contribution.
+    out and softmax_lse may cover more keys than k and v hold; the gradients are then the contribution of k and v's
+    keys.
 
     dout and out are ``(batch, seqlen_q, num_heads_q, head_dim)``, softmax_lse ``(batch, num_heads_q, seqlen_q)``; dq,
     dk and dv are like q, k and v with any strides, or None if not needed; rng_state is what the forward returned,
@@ -184,7 +185,7 @@ def _flash_attn_varlen_backward(
     return _backward(dout, out, softmax_lse, (dq, dk, dv), tensors, options, rng_state)
 
 
-# Where flash-attn wraps its functions as operators of torch.library; diffusers calls them by these names.
+# flash-attn wraps its functions as operators of torch.library; diffusers calls them by these names.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward

@@ -1,4 +1,4 @@
-"""FlashAttention-3's calls with ``qv`` that have no cache, as calls over one: keys are its entries, or pages of one."""
+"""FlashAttention-3's calls with ``qv`` and without a cache, as calls over a cache with keys as its entries or pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attend(
     keywords: dict[str, Any],
     packed: tuple[Any, ...] = (),
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As ``_descaled.attend``; with queries ``qv`` of the values there is no gradient, which is refused if asked for.
+    """As ``_descaled.attend``. With queries ``qv`` of the values there is no gradient: asking for one is an error.
 
     Raises:
         InvalidInputError: Naming the argument.

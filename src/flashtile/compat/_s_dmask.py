@@ -1,7 +1,7 @@
 """flash-attn's third result, S_dmask: the probabilities, not normalised, with their dropout as the sign.
 
-Only for tests and inspection. flash-attn's kernels write it out as they compute it; here the reference makes it, over
-the whole score matrix, so it takes O(N^2) time and memory.
+For tests and inspection alone. flash-attn's kernels write S_dmask as they compute it. Here the reference computes it
+over the whole score matrix, so it takes O(N^2) time and memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK_SIZE_N = 2**31 - 1
 
 
 def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention with dropout, by a new state of dropout.
+    """Attention with dropout, from a new state of the random numbers.
 
     Returns:
         out and lse as in ``ops.attention``, S_dmask as in ``s_dmask``, and the ``(2,)`` int64 state of dropout.
@@ -43,7 +43,7 @@ def s_dmask(tensors: Tensors, options: Options) -> Tensor:
 
     Returns:
         ``(batch, num_heads_q, seqlen_q, seqlen_k)`` in q's dtype, with max_seqlen_q and max_seqlen_k for packed
-        sequences, each in the top left corner. Not padded to blocks, other than flash-attn's.
+        sequences, each in the top left corner. It is not padded to blocks, unlike flash-attn's.
     """
     t = tensors
     problem = Problem.of(t, dataclasses.replace(options, dropout_p=0.0, grads=Grads()))

@@ -1,4 +1,4 @@
-"""From padded batches to packed rows and back: flash-attn's ``bert_padding``."""
+"""Packs padded batches and unpacks them: flash-attn's ``bert_padding``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Puts rows ``(put, ...)`` into zeros ``(first_axis_dim, ...)`` by int64 indices ``(put,)``; differentiable.
 
-    Each index at most once.
+    Each index may occur at most once.
     """
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 

@@ -7,8 +7,8 @@ Differences, all of them:
 - With ``return_attn_probs`` the third value, S_dmask, is an empty tensor without dropout. With dropout it is
   ``exp(score - largest score of the row)``, negative where dropped: ``(batch, num_heads_q, seqlen_q, seqlen_k)`` in q's
   dtype, not padded, without a gradient. It costs O(N^2) time and memory and does not compile: for tests alone.
-- With causal and ``alibi_slopes``, lse is that of the scores as documented. flash-attn adds ``slope * j`` in place of
-  ``-slope * |i + seqlen_k - seqlen_q - j|`` there, the same attention with another constant in each row's lse.
+- With causal and ``alibi_slopes``, lse belongs to the scores as documented. flash-attn adds ``slope * j`` there in
+  place of ``-slope * |i + seqlen_k - seqlen_q - j|``: the same attention with another constant in each row's lse.
 - Pages, in ``flash_attn_with_kvcache`` and as ``block_table`` of ``flash_attn_varlen_func``, may have any size
   (flash-attn: multiples of 256), and ``cache_leftpad`` goes with them.
 - ``rotary_dim`` may be any even number up to head_dim (flash-attn: multiples of 16), and cos and sin float32. Any
@@ -271,7 +271,7 @@ def flash_attn_with_kvcache(
 
 
 def _attend(inputs: tuple[Any, ...], tail: tuple[Any, ...]) -> Result:
-    """Calls flashtile, from the positional arguments of one of its functions and what all of flash-attn's end with."""
+    """Calls flashtile with the positional arguments of one of its functions, and flash-attn's common last arguments."""
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, probs = tail
     bounds = window(window_size)
     if flag("return_attn_probs", probs) and isinstance(dropout_p, (int, float)) and 0 < dropout_p < 1:

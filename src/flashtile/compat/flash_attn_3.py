@@ -1,7 +1,7 @@
 """The functions of FlashAttention-3's module ``flash_attn_interface``, by its names, defaults, shapes and returns.
 
-``num_splits`` and ``pack_gqa`` choose among FlashAttention-3's kernels and say nothing about the result. Every value is
-accepted and none has an effect: a result does not depend on how a GPU is filled.
+``num_splits`` and ``pack_gqa`` choose among FlashAttention-3's kernels and do not define the result. Every value is
+accepted and has no effect: a result does not depend on how a GPU is filled.
 
 Differences, all of them:
 
@@ -10,11 +10,11 @@ Differences, all of them:
 - Gradients flow through lse and through ``flash_attn_combine`` (FlashAttention-3: none).
 - ``seqused_q`` and ``seqused_k`` cost a copy of q, or of k and v. Rows of q past ``seqused_q`` have out 0 and lse -inf
   (FlashAttention-3 leaves them unwritten), and rows past a used length have gradients 0.
-- Gradients of a call with ``attention_chunk`` (FlashAttention-3: the forward alone).
-- ``qv`` of any widths (FlashAttention-3: head_dim 64 with head_dim_v from 256 on).
-- float8 q over a cache, and float8 q, k and v with ``attention_chunk``, are widened: products are of bfloat16 numbers,
-  q rounded once more if there is a descale.
-- Refused: ``qv`` of float8 numbers, and ``sm_margin`` other than 0, but for calls over a cache.
+- Calls with ``attention_chunk`` have gradients (FlashAttention-3: the forward alone).
+- ``qv`` may have any width (FlashAttention-3: head_dim 64 with head_dim_v from 256 on).
+- float8 q over a cache, and float8 q, k and v with ``attention_chunk``, are widened: products multiply bfloat16
+  numbers, and q is rounded once more if there is a descale.
+- Refused: ``qv`` of float8 numbers, and ``sm_margin`` other than 0 except in calls over a cache.
 - float8_e4m3fn q, k and v are copied: V's columns, and rows that are not contiguous. Head dims are multiples of 16.
 - ``flash_attn_with_kvcache`` needs no metadata: ``get_scheduler_metadata`` checks its arguments and returns a zero.
   ``sm_margin``, to which FlashAttention-3 fits its plan, has no effect there.
@@ -85,8 +85,8 @@ def flash_attn_func(
 
     q is ``(batch, seqlen_q, num_heads_q, head_dim)``, k ``(batch, seqlen_k, num_heads_kv, head_dim)``, v ``(batch,
     seqlen_k, num_heads_kv, head_dim_v)``. softmax_scale, causal, softcap and deterministic are as in
-    ``flashtile.attention``, and so are attention_chunk and window_size, which may also be a tensor of two, and any
-    negative bound of which is unbounded. The descales ``(batch, num_heads_kv)`` float32, 1 by default, are for q, k and
+    ``flashtile.attention``, and so are attention_chunk and window_size; window_size may also be a tensor of two, and
+    any negative bound is unbounded. The descales ``(batch, num_heads_kv)`` float32, 1 by default, are for q, k and
     v of float8_e4m3fn; out is then bfloat16, without gradient. qv ``(batch, seqlen_q, num_heads_q, head_dim_v)`` are
     queries of the values: scores are of q with k and of qv with v; without gradient. num_splits and pack_gqa have no
     effect; the others must have their defaults.
@@ -205,9 +205,9 @@ def flash_attn_combine(
     Args:
         out_partial: ``(splits, batch, seqlen_q, num_heads_q, head_dim_v)``, any float dtype.
         lse_partial: ``(splits, batch, seqlen_q, num_heads_q)``, any float dtype and strides, natural log; -inf for a
-            split without keys, whose out_partial may hold anything.
+                split without keys; out_partial may then hold anything.
         out: ``(batch, seqlen_q, num_heads_q, head_dim_v)`` to write to, or None for a new tensor.
-        out_dtype: The dtype of the result; by default that of out, or of out_partial.
+        out_dtype: The dtype of the result; by default out's, or out_partial's.
 
     Returns:
         out, and lse ``(batch, seqlen_q, num_heads_q)``. Computed in float32 or better.
@@ -233,7 +233,7 @@ def flash_attn_combine(
         raise InvalidInputError("out", f"dtype is {out.dtype}, but out_dtype is {dtype}")
     wide = torch.promote_types(torch.promote_types(out_partial.dtype, lse_partial.dtype), torch.float32)
     out_partial, lse_partial = out_partial.to(wide), lse_partial.to(wide)
-    # In parts, beside a large lse too the number of splits that have been merged is known.
+    # In two parts, lse keeps the count of merged splits also if lse is large.
     lse_partial = states.in_parts(lse_partial, torch.zeros_like(lse_partial))
     nothing = out_partial.new_full(rows[:-1], -torch.inf)
     empty = out_partial.new_zeros(rows), states.in_parts(nothing, nothing)
@@ -344,9 +344,9 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """Exists for code that calls it before ``flash_attn_with_kvcache``, which needs no plan.
+    """For code that calls it before ``flash_attn_with_kvcache``, which needs no plan.
 
-    The arguments describe that call, cache_seqlens ``(batch,)`` int32 among them. They are checked one by one and have
+    The arguments describe that call; cache_seqlens is ``(batch,)`` int32. They are checked one by one and have
     no effect.
 
     Returns:

@@ -1,4 +1,4 @@
-"""PyTorch's ``torch.nn.attention.flex_attention``: its functions, with its names and layout, by flashtile's kernels.
+"""PyTorch's ``torch.nn.attention.flex_attention``: its functions, names and layout, with flashtile's kernels.
 
 Tensors are ``(B, H, S, D)``. ``BlockMask``, ``and_masks``, ``or_masks``, ``noop_mask``, ``create_mask``, ``AuxRequest``
 and ``AuxOutput`` are PyTorch's own. Nothing needs ``torch.compile``, and q, k and v have gradients on CPUs too.
@@ -42,7 +42,7 @@ __all__ = [
     "or_masks",
 ]
 
-# Of a mask that PyTorch makes where there is none, for any lengths.
+# The length of PyTorch's placeholder mask, which fits any lengths.
 _ANY_LENGTH = 1 << 30
 
 
@@ -66,12 +66,12 @@ def flex_attention(
         key: ``(B, Hkv, S, E)``; B may be 1 if block_mask has query's.
         value: ``(B, Hkv, S, Ev)``.
         score_mod: ``f(score, b, h, q_idx, kv_idx)``.
-        block_mask: What ``create_block_mask`` makes, for L and S.
+        block_mask: A result of ``create_block_mask`` for L and S.
         scale: Factor of the scores, ``E ** -0.5`` by default.
         enable_gqa: Whether Hq may be a multiple of Hkv.
         return_lse: Also return lse; use return_aux.
-        kernel_options: Options of PyTorch's templates, by their names. They choose tiles, and promise what lets those
-            leave out steps; no result depends on them, and flashtile has tiles of its own.
+        kernel_options: Options of PyTorch's templates, by their names. They choose tiles, and promise properties that
+            let templates leave out steps; no result depends on them, and flashtile has its own tiles.
         return_aux: ``AuxRequest(lse=True)`` for ``(out, AuxOutput)``; max_scores is not supported.
 
     Returns:
@@ -126,19 +126,19 @@ def create_block_mask(
 
     Args:
         mask_mod: ``f(b, h, q_idx, kv_idx)``.
-        B: Sequences that the mask differs in, None for one that all share.
-        H: The same of query heads.
+        B: The number of sequences with masks of their own, None if all share one.
+        H: The same for query heads.
         Q_LEN: Rows.
         KV_LEN: Keys.
         device: By default the accelerator if there is one, as PyTorch does.
         BLOCK_SIZE: Rows and keys of a block, or one number for both.
         _compile: Has no effect: there is nothing to compile.
-        separate_full_blocks: Whether full blocks are apart, so that the function is not asked about them.
+        separate_full_blocks: Whether full blocks are listed separately, so that the function is not called for them.
         compute_dq_write_order: Only False: an order of writes that PyTorch's FLASH kernels need.
-        dq_kv_order: Goes with it.
+        dq_kv_order: Only False; it belongs to compute_dq_write_order.
 
     Raises:
-        ValueError: Naming the argument that is wrong.
+        ValueError: Names the argument that is wrong.
     """
     if compute_dq_write_order:
         raise UnsupportedError("compute_dq_write_order: is of PyTorch's FLASH kernels; here dq needs no order")
@@ -157,7 +157,7 @@ def create_block_mask(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each list has, and all blocks, those first."""
+    """The number of blocks in each list, and all blocks with the listed ones first."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()
 
@@ -205,7 +205,7 @@ def _check_options(given: Any) -> None:
 
 
 def _mask_of(mask: BlockMask | None, query: Tensor, key: Tensor) -> BlockMask | None:
-    """The mask, None for one that PyTorch makes where there is none; checks that it is for these lengths."""
+    """The mask, or None for PyTorch's placeholder of no mask; checks that it is for these lengths."""
     if mask is None:
         return None
     if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":

@@ -2,9 +2,9 @@
 
 Differences, all of them:
 
-- Functions that write into their argument make the result first: they save no memory. As with any in-place operation
-  autograd knows that the argument has changed, except if it is a leaf that requires grad: then only the returned tensor
-  has the gradient (flash-attn: always only the returned one).
+- Functions that write into their argument compute the result first: they save no memory. As with any in-place operation
+  autograd notes that the argument has changed, except if it is a leaf that requires grad: then only the returned tensor
+  has the gradient (in flash-attn always only the returned one).
 - The classes of autograd functions and the Triton kernel are missing.
 - Errors are InvalidInputError (a ValueError).
 """
@@ -51,7 +51,7 @@ def apply_rotary(
         cu_seqlens: ``(batch + 1,)`` int32.
         max_seqlen: Longest packed sequence. Positions come from cu_seqlens; this is checked against the tables.
         interleaved: Pair feature 2i with 2i + 1; otherwise i with ``i + rotary_dim / 2``.
-        inplace: Write the result into x and return x.
+        inplace: Writes the result into x and returns x.
         conjugate: Rotate backwards, which undoes the rotation.
 
     Returns:
@@ -88,7 +88,7 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """``apply_rotary`` with the arguments in another order."""
+    """``apply_rotary`` with another order of arguments."""
     return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
 
 
@@ -177,14 +177,14 @@ class RotaryEmbedding(nn.Module):
     """Rotary embedding of packed q, k and v, with tables that grow with the longest sequence seen.
 
     With scale_base this is XPos: pair i of q is also multiplied by ``((2i / dim + 0.4) / 1.4) ** ((position -
-    seqlen_of_the_tables // 2) / scale_base)``, and that of k divided by it.
+    seqlen_of_the_tables // 2) / scale_base)``, and pair i of k is divided by it.
 
     Args:
         dim: Features to rotate, even; the first ``dim`` of each head.
         base: Pair i rotates by ``base ** (-2i / dim)`` radians per position.
         interleaved: As in ``apply_rotary``.
         scale_base: None for no XPos.
-        device: Of the buffers.
+        device: The device of the buffers.
 
     Source: Su et al. 2021, arXiv:2104.09864; Sun et al. 2022, arXiv:2212.10554, for XPos.
     """
@@ -219,7 +219,7 @@ class RotaryEmbedding(nn.Module):
     def _update_cos_sin_cache(
         self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Makes the tables for positions below seqlen, unless they are there; subclasses elsewhere call this."""
+        """Makes the tables for positions below seqlen, unless they exist. Subclasses in other packages call this."""
         made = self._cos_cached
         if (
             made is not None
@@ -228,7 +228,7 @@ class RotaryEmbedding(nn.Module):
             and (torch.is_inference_mode_enabled() or not made.is_inference())
         ):
             return
-        # A model cast to a low precision has cast its buffer too, in which large positions would lose their angle.
+        # Casting a model to a low precision casts its buffer too; large positions would then lose their angle.
         exact = self.inv_freq.dtype == torch.float32 and self.inv_freq.device == device
         frequencies = self.inv_freq if exact else self._compute_inv_freq(device)
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
@@ -257,8 +257,8 @@ class RotaryEmbedding(nn.Module):
             qkv: As in ``apply_rotary_emb_qkv_``; with kv it is q ``(batch, seqlen, num_heads, head_dim)``.
             kv: ``(batch, seqlen, 2, num_heads_kv, head_dim)``, or None.
             seqlen_offset: Position of each sequence's first row: one number, or ``(batch,)`` integers.
-            max_seqlen: Length that the tables must have; needed with a tensor of offsets, whose values are not read.
-            num_heads_q: For qkv of four dimensions without kv.
+            max_seqlen: The length that the tables must have; needed if seqlen_offset is a tensor, which is not read.
+            num_heads_q: Query heads, for qkv of four dimensions without kv.
 
         Returns:
             qkv, or q and kv.

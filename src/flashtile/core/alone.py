@@ -1,4 +1,4 @@
-"""A result that is one tensor where callers may take it for a pair."""
+"""A result that is one tensor, for callers who may expect a pair."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from flashtile.core.errors import InvalidInputError
 
 
 class Alone(Tensor):
-    """A tensor that refuses to be taken apart as torch.nn.MultiheadAttention's ``(output, weights)`` is.
+    """A tensor that refuses to be unpacked as the ``(output, weights)`` of torch.nn.MultiheadAttention.
 
-    Of a batch of two, ``out, _ = tensor`` would silently be one sample, and ``tensor[0]`` is one of any batch. What
-    operations make of it are plain tensors, and so are its copies and what is loaded of it.
+    For a batch of two, ``out, _ = tensor`` would silently be one sample; for any batch, ``tensor[0]`` is one sample.
+    Operations on it return plain tensors, and so do copying and loading.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(x: Tensor) -> Tensor:
-        """Makes x such a tensor, if it is a plain one that nothing traces: what is traced has no types of tensors."""
+        """Makes x such a tensor, if x is a plain tensor that is not traced: traced tensors have no types."""
         is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
         return x if is_traced or type(x) is not Tensor else x.as_subclass(Alone)
 

@@ -1,4 +1,4 @@
-"""The errors a call can raise: two of its arguments, one of its peers."""
+"""The errors a call can raise: two concern its arguments, one concerns other ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: the start of its repr if that is one line, else the type and any shape."""
+    """A value as error messages show it: the start of its repr if that is one line, else its type and shape."""
     try:
         text = repr(value)
     except Exception:  # a number of too many digits, or an object that cannot be shown
@@ -23,7 +23,7 @@ class InvalidInputError(ValueError):
 
     Args:
         argument: The parameter's name as the caller wrote it.
-        message: The value it has and the values it must have.
+        message: The value that the argument has and the values that it must have.
     """
 
     def __init__(self, argument: str, message: str) -> None:
@@ -35,7 +35,7 @@ class InvalidInputError(ValueError):
         return f"{self.argument}: {self.message}"
 
     def renamed(self, names: Mapping[str, str]) -> InvalidInputError:
-        """The same error for a caller whose parameters have other names: old name -> new name."""
+        """The same error for a caller with other parameter names, given as old name -> new name."""
         words = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
         message = words.sub(lambda found: names[found[0]], self.message)
         return InvalidInputError(names.get(self.argument, self.argument), message)
@@ -46,7 +46,7 @@ class UnsupportedError(NotImplementedError):
 
     Args:
         what: The call in one phrase, or the feature that is refused.
-        reasons: For every backend considered, why it cannot run the call.
+        reasons: For every backend considered, the reasons why it cannot run the call.
     """
 
     def __init__(self, what: str, reasons: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -61,12 +61,12 @@ class UnsupportedError(NotImplementedError):
 class ExchangeError(RuntimeError):
     """Another rank did not take part in an exchange: it died, stalled, or was given another call.
 
-    The process group is of no use any more then.
+    The process group cannot be used any more.
 
     Args:
         what: The exchange, such as "step 2 of the ring".
-        peers: The ranks that were waited for, in the numbering of all processes.
-        reason: What the process group says.
+        peers: The ranks that were waited for, as ranks among all processes.
+        reason: The process group's message.
     """
 
     def __init__(self, what: str, peers: Sequence[int], reason: str) -> None:

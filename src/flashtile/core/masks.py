@@ -3,7 +3,8 @@
 Row i of a call with ``seqlen_q`` queries and ``seqlen_k`` keys is at key position ``i + shift`` where ``shift =
 seqlen_k - seqlen_q``: the last query is aligned with the last key. The band keeps key j of row i if ``i + shift - left
 <= j <= i + shift + right``, both ends inclusive; ``None`` leaves a side unbounded. With a chunk of c keys, j is also in
-the row's chunk, ``floor((i + shift) / c) == floor(j / c)``. Both ends of what a row keeps rise with the row, or stay.
+the row's chunk, ``floor((i + shift) / c) == floor(j / c)``. The first and the last kept key never decrease with the
+row.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 
 @dataclass(frozen=True)
 class Band:
-    """The keys a row keeps, counted from its diagonal.
+    """The keys that a row keeps, counted from its diagonal.
 
     Attributes:
-        left: Keys kept before the diagonal one, or None for all. May be negative.
-        right: Keys kept after the diagonal one, or None for all. May be negative.
-        chunk: Keys of a chunk, or None for no chunks. It bounds both sides: left and right are less than it.
+        left: Keys kept before the diagonal key, or None for all. May be negative.
+        right: Keys kept after the diagonal key, or None for all. May be negative.
+        chunk: Keys in a chunk, or None for no chunks. It bounds both sides: left and right are less than it.
     """
 
     left: int | None = None
@@ -36,7 +37,7 @@ class Band:
 
     @property
     def unbounded(self) -> bool:
-        """Whether every row keeps every key, whatever the lengths."""
+        """Whether every row keeps every key, for all lengths."""
         return self.left is None and self.right is None
 
     def row_keys(self, row: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
@@ -45,32 +46,32 @@ class Band:
         return start, max(start, stop)
 
     def _start(self, diagonal: int) -> int:
-        """The first key that the row of a diagonal keeps."""
+        """The first key that the row at key position ``diagonal`` keeps."""
         start = 0 if self.left is None else max(0, diagonal - self.left)
         return start if self.chunk is None else max(start, diagonal // self.chunk * self.chunk)
 
     def _stop(self, diagonal: int, seqlen_k: int) -> int:
-        """The end of the keys that it keeps."""
+        """The end of the keys that the row at key position ``diagonal`` keeps."""
         stop = seqlen_k if self.right is None else min(seqlen_k, diagonal + self.right + 1)
         return stop if self.chunk is None else min(stop, (diagonal // self.chunk + 1) * self.chunk)
 
     def any_keys(self, row_start: int, row_stop: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
         """The half-open range of keys that at least one of the rows keeps.
 
-        Both ends of the band move right with the row, so the first row determines the start and the last row the stop.
+        Both ends of the band move right with the row, so the first row sets the start and the last row the stop.
         """
         start, _ = self.row_keys(row_start, seqlen_q, seqlen_k)
         _, stop = self.row_keys(row_stop - 1, seqlen_q, seqlen_k)
         return min(start, seqlen_k), max(min(start, seqlen_k), stop)
 
     def all_keys(self, row_start: int, row_stop: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-        """The half-open range of keys that every one of the rows keeps; empty when stop <= start."""
+        """The half-open range of keys that all of the rows keep; empty when stop <= start."""
         shift = seqlen_k - seqlen_q
         start, stop = self._start(row_stop - 1 + shift), self._stop(row_start + shift, seqlen_k)
         return start, max(start, stop)
 
     def any_rows(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-        """The half-open range of rows outside of which none keeps a key; empty when stop <= start."""
+        """The half-open range of rows that contains every row with a kept key; empty when stop <= start."""
         if seqlen_k == 0:
             return 0, 0
         shift = seqlen_k - seqlen_q
@@ -83,15 +84,15 @@ class Band:
         return start, max(start, stop)
 
     def count(self, seqlen_q: int, seqlen_k: int) -> int:
-        """The number of (row, key) pairs the band keeps, in O(1)."""
+        """The number of (row, key) pairs that the band keeps, in O(1)."""
         if self.chunk is not None and (self.left is None or self.right is None or self.left + self.right >= 0):
             return self._count_chunks(self.chunk, seqlen_q, seqlen_k)
         return self.count_rows(0, seqlen_q, seqlen_q, seqlen_k)
 
     def count_rows(self, row_start: int, row_stop: int, seqlen_q: int, seqlen_k: int) -> int:
-        """The number of pairs of some rows, in O(1) without chunks.
+        """The number of pairs that the band keeps in some rows, in O(1) without chunks.
 
-        Per row the kept keys are ``clip(d + right + 1, 0, seqlen_k) - clip(d - left, 0, seqlen_k)`` with
+        A row keeps ``clip(d + right + 1, 0, seqlen_k) - clip(d - left, 0, seqlen_k)`` keys, where
         ``d = row + shift``, so the sum is a difference of two sums of clipped consecutive integers.
         """
         first, rows = row_start + seqlen_k - seqlen_q, row_stop - row_start
@@ -105,7 +106,7 @@ class Band:
         return upper - lower
 
     def _count_chunks(self, chunk: int, seqlen_q: int, seqlen_k: int) -> int:
-        """``count`` with chunks: each is a call of its own, and all but the first and the last one are alike."""
+        """``count`` with chunks. Each chunk has its own band; all but the first and the last keep as many pairs."""
         band, shift = Band(self.left, self.right), seqlen_k - seqlen_q
         if seqlen_k == 0 or seqlen_q == 0:
             return 0
@@ -162,18 +163,18 @@ class Band:
 
 
 class Origin(NamedTuple):
-    """Where a packed sequence lies that is part of a longer one: a row of ``Tensors.origins``.
+    """The place of a packed sequence that is part of a longer one: a row of ``Tensors.origins``.
 
     Row t of the part is row ``row + row_step * t`` of the whole sequence, and its key u is key ``key + key_step * u``.
-    Dropout keeps, and ALiBi's distances are, what they would be there. Band, mask and bias are those of the part.
+    Dropout and ALiBi's distances are computed as in the whole sequence. Band, mask and bias are given for the part.
 
     Attributes:
-        head: ``b * num_heads_q + h`` of the part's first query head: the place b of the whole sequence in the batch,
-            and its heads, of which the first may be h.
-        row: Of the part's first row.
-        row_step: From one row to the next.
-        key: Of the part's first key.
-        key_step: From one key to the next.
+        head: ``b * num_heads_q + h`` for the part's first query head, where b is the whole sequence's place in the
+            batch and h the first head's number.
+        row: The position of the part's first row.
+        row_step: Positions from one row to the next.
+        key: The position of the part's first key.
+        key_step: Positions from one key to the next.
         shift: ``seqlen_k - seqlen_q`` of the whole sequence.
     """
 

@@ -1,15 +1,15 @@
 """Dropout's random numbers: whether (batch, head, row, key) is kept is a pure function of a seed and these indices.
 
-A head has a cipher of its own, made by Philox4x32, and a Philox2x32 evaluation yields two words, whose 16-bit halves
-serve two rows and two keys, eight apart (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; 7 rounds
-of either pass BigCrush). Without their bit of value 8, rows and keys are the counter:
+Each head has its own cipher, made by Philox4x32. One Philox2x32 evaluation returns two words. Their 16-bit halves are
+the numbers for two rows and two keys, eight apart (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; 7
+rounds of either pass BigCrush). The counter is made of rows and keys without their bit of value 8:
 
     key, a, b = first words of Philox4x32-7, counter (0, 0, batch * num_heads_q + head, offset), cipher key seed
     words = Philox2x32-7, counter (a ^ without_8(row), b ^ without_8(key)), cipher key ``key``
     kept if half (key // 8 % 2, the lower first) of words[row // 8 % 2] >= round(dropout_p * 2**16)
 
-The tensor cores' accumulators hold such four together in one thread, with rows first and with keys first. Rows and keys
-count from the start of their own sequence, so packing does not change which elements are dropped.
+In tensor cores' accumulators one thread holds these four elements, whether rows or keys come first. Rows and keys count
+from the start of their own sequence, so packing does not change which elements are dropped.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MULTIPLY = 0xD256D193
 
 
 def threshold(dropout_p: float) -> int:
-    """The 16-bit threshold: elements with a smaller number are dropped."""
+    """The 16-bit threshold. Elements with a smaller number are dropped."""
     return min(round(dropout_p * 2**16), 2**16 - 1)
 
 
 def ciphers(rng_state: Tensor, heads: Tensor) -> list[Tensor]:
-    """The key, a and b of each head, as int64 in [0, 2**32).
+    """The cipher of each head: key, a and b, as int64 in [0, 2**32).
 
     Args:
         rng_state: ``(2,)`` int64: seed, offset.
@@ -42,7 +42,7 @@ def ciphers(rng_state: Tensor, heads: Tensor) -> list[Tensor]:
     key_a, key_b = seed & _MASK, (seed >> 32) & _MASK
     a, b, c, d = torch.broadcast_tensors(heads * 0, heads * 0, heads, offset & _MASK)
     for _ in range(ROUNDS):
-        # The products wrap modulo 2**64, which leaves the bits of the unsigned product.
+        # Products wrap modulo 2**64, which leaves the low 64 bits of the unsigned product.
         product_a, product_b = a * _MULTIPLY_A, c * _MULTIPLY_B
         a, c = (product_b >> 32) & _MASK ^ b ^ key_a, (product_a >> 32) & _MASK ^ d ^ key_b
         b, d = product_b & _MASK, product_a & _MASK
@@ -54,15 +54,15 @@ def words(cipher: list[Tensor], rows: Tensor, keys: Tensor) -> list[Tensor]:
     """The two words of each counter, as int64 in [0, 2**32).
 
     Args:
-        cipher: ``ciphers``.
-        rows: ``without_8`` of rows in the sequence; int64 like keys, and all broadcast.
-        keys: The same of keys.
+        cipher: The result of ``ciphers``.
+        rows: ``without_8`` of rows in the sequence; int64. All arguments broadcast.
+        keys: ``without_8`` of keys; int64.
     """
     key, a, b = cipher[0], cipher[1] ^ rows, cipher[2] ^ keys
     for _ in range(ROUNDS):
         low, high = a * _MULTIPLY, b
         a = (low >> 32).bitwise_and_(_MASK).bitwise_xor_(key)
-        # In place where the first round has made it of all counters.
+        # In place, once the first round has broadcast the tensor to all counters.
         a = a.bitwise_xor_(high) if a.shape == high.shape else a ^ high
         b = low.bitwise_and_(_MASK)
         key = (key + _WEYL_A) & _MASK
@@ -70,7 +70,7 @@ def words(cipher: list[Tensor], rows: Tensor, keys: Tensor) -> list[Tensor]:
 
 
 def without_8(places: Tensor) -> Tensor:
-    """Numbers without their bit of value 8: those above it move down."""
+    """Numbers without their bit of value 8; the bits above it move down."""
     return places // 16 * 8 + places % 8
 
 
@@ -89,10 +89,10 @@ def keep(
         rng_state: ``(2,)`` int64: seed, offset.
         dropout_p: Probability of dropping.
         batch: The sequences.
-        num_heads_q: Query heads, all of them.
+        num_heads_q: Number of all query heads.
         rows: Half-open range of rows.
         keys: Half-open range of keys.
-        origin: Of the one sequence, whose rows and keys are part of a longer one.
+        origin: The place of the one sequence, if it is part of a longer one.
 
     Returns:
         ``(len(batch), num_heads_q, rows, keys)`` bool, True where kept.
@@ -105,7 +105,7 @@ def keep(
     row, key = torch.arange(*rows, device=device), torch.arange(*keys, device=device)
     heads = heads + (origin.head - batch.start * num_heads_q)
     row, key = origin.row + origin.row_step * row, origin.key + origin.key_step * key
-    # Each counter once.
+    # Each counter is evaluated once.
     own_rows, at_row = torch.unique(without_8(row), return_inverse=True)
     own_keys, at_key = torch.unique(without_8(key), return_inverse=True)
     found, limit = words(ciphers(rng_state, heads), own_rows[:, None], own_keys), threshold(dropout_p)
@@ -115,10 +115,10 @@ def keep(
 
 
 def _keep_all(rng_state: Tensor, limit: int, heads: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
-    """``keep`` of rows and keys that follow one another: counters are a rectangle, and their halves go by views."""
+    """``keep`` for consecutive rows and keys: the counters are a rectangle, and views place their halves."""
     if rows[0] == rows[1] or keys[0] == keys[1]:
         return heads.new_zeros(*heads.shape[:2], rows[1] - rows[0], keys[1] - keys[0], dtype=torch.bool)
-    # In sixteens, of which half are counters, from the one that has the first.
+    # Sixteen rows or keys have eight counters; the range begins with the sixteen that contains the first.
     firsts = rows[0] // 16, keys[0] // 16
     counts = [-(-stop // 16) - first for (_, stop), first in zip((rows, keys), firsts, strict=True)]
     used = [8 * count - max(0, 7 - (stop - 1) % 16) for (_, stop), count in zip((rows, keys), counts, strict=True)]
@@ -128,7 +128,7 @@ def _keep_all(rng_state: Tensor, limit: int, heads: Tensor, rows: tuple[int, int
     for n, word in enumerate(found):
         kept[:, :, n, 0, : used[0], : used[1]] = (word & 0xFFFF) >= limit
         kept[:, :, n, 1, : used[0], : used[1]] = word.bitwise_right_shift_(16) >= limit
-    # Eight keys' bytes move at once.
+    # The bytes of eight keys are moved at once.
     whole = kept.view(torch.int64).unflatten(-2, (-1, 8)).permute(0, 1, 4, 2, 5, 6, 3)
     whole = whole.reshape(*heads.shape[:2], 16 * counts[0], 2 * counts[1]).view(torch.bool)
     start, first = rows[0] - 16 * firsts[0], keys[0] - 16 * firsts[1]

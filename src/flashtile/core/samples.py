@@ -1,8 +1,8 @@
-"""Masks by sample: ``mask[b]``, and how a pipeline's schedule splits a mask into those of its microbatches.
+"""Masks by sample: ``mask[b]``, and the division of a mask among the microbatches of a pipeline's schedule.
 
-Schedules of ``torch.distributed.pipelining`` flatten a stage's arguments by PyTorch's pytrees, split each tensor among
-the leaves along its first dimension, and pass what is no tensor whole. So the leaves of a mask are the numbers of its
-samples and the mask: what is put together again of some numbers is the mask of these samples.
+Schedules of ``torch.distributed.pipelining`` flatten a stage's arguments by PyTorch's pytrees, split each tensor leaf
+along its first dimension, and pass other leaves whole. So a mask has two leaves: the numbers of its samples, and the
+mask itself. Putting some of the numbers together again gives the mask of these samples.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from flashtile.core.errors import InvalidInputError
 class BySample:
     """A mask of a batch, or of one sample that all share."""
 
-    # What all share has no last sample, at which an iteration over ``mask[0]``, ``mask[1]``, ... would end.
+    # A mask that all samples share has no last sample, so an iteration over ``mask[0]``, ``mask[1]``, ... would not
+    # end.
     __iter__ = None
 
     def __init_subclass__(cls) -> None:
-        # A dataclass with slots would be made twice; these have none.
+        # A dataclass with slots would be created twice; masks have no slots.
         register_pytree_node(cls, _flatten, _unflatten)
 
     @property
     def batch(self) -> int:
-        """Samples that the mask differs in, 1 if all share it."""
+        """The number of samples with masks of their own; 1 if all share one mask."""
         raise NotImplementedError
 
     def _some(self, first: int, stop: int) -> Self:
@@ -37,10 +38,10 @@ class BySample:
         raise NotImplementedError
 
     def __getitem__(self, samples: int | slice) -> Self:
-        """The mask of a sample, as a batch of 1, or of a slice of them. A mask that all share is that of any.
+        """The mask of one sample, as a batch of 1, or of a slice of samples. A mask that all share is returned for any.
 
         Args:
-            samples: A number, or ``first:stop``, as of a list.
+            samples: A number, or ``first:stop``, as for a list.
 
         Raises:
             IndexError: There is no such sample.
@@ -61,7 +62,7 @@ class BySample:
 
 
 class _Whole:
-    """A leaf that is no tensor: a mask, and the numbers beside it; None where all samples share it."""
+    """A leaf that is not a tensor: a mask, and the numbers of its samples; no numbers if all samples share it."""
 
     def __init__(self, mask: BySample) -> None:
         self.mask = mask
@@ -76,7 +77,7 @@ def _flatten(mask: BySample) -> tuple[list[Any], None]:
 def _unflatten(leaves: Any, _: None) -> Any:
     numbers, whole = leaves
     if not isinstance(whole, _Whole):
-        return [numbers, whole]  # what a caller has in place of leaves, such as how to split each
+        return [numbers, whole]  # a caller's values in place of leaves, such as how to split each
     if numbers is whole.numbers or not isinstance(numbers, Tensor):
         return whole.mask
     if numbers.is_meta:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from flashtile.core.errors import InvalidInputError
 
-# Fastest first: a call that names no backend takes the first that can run it.
+# Fastest first: a call that names no backend uses the first one that can run it.
 BACKENDS: tuple[str, ...] = ("hopper", "portable", "cpu")
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -22,9 +22,9 @@ class Setting:
 
     Attributes:
         name: The variable.
-        default: Its value when unset.
+        default: The value when the variable is unset.
         meaning: One sentence for the docs.
-        values: What it may be, in any case, besides unset or empty; none for another program's variable.
+        values: The allowed values, in upper or lower case; empty for another program's variable. It may also be unset.
     """
 
     name: str
@@ -33,14 +33,14 @@ class Setting:
     values: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """The variable's value now as it was written, or its default."""
+        """The variable's present value, as it was written, or its default."""
         return os.environ.get(self.name, "").strip() or self.default
 
     def get(self) -> str:
-        """The same in lower case.
+        """The variable's present value in lower case, or its default.
 
         Raises:
-            InvalidInputError: Naming the variable, if it has none of its values.
+            InvalidInputError: The value is not one of the allowed values. Names the variable.
         """
         value = self.text().lower()
         if self.values and value not in (*self.values, self.default):
@@ -54,7 +54,7 @@ class Setting:
     def raw(self) -> object:
         """A value that changes whenever the setting does, for use in cache keys.
 
-        ``os.environ.get`` encodes and decodes, which takes 1.2 us; reading the mapping beneath takes 0.05 us.
+        ``os.environ.get`` encodes and decodes, which takes 1.2 us; reading the underlying mapping takes 0.05 us.
         """
         data = getattr(os.environ, "_data", None)
         return self.get() if data is None else data.get(self._key)
@@ -120,6 +120,6 @@ SETTINGS: tuple[Setting, ...] = (
 
 
 def validate() -> None:
-    """Raises InvalidInputError if a variable has none of its values, also one that this machine would never read."""
+    """Raises InvalidInputError if a variable has a value that is not allowed, even if this machine never reads it."""
     for setting in SETTINGS:
         setting.get()

@@ -1,8 +1,8 @@
-"""Conditions on sizes and strides, which are symbols where ``torch.compile`` or ``torch.export`` traces a call.
+"""Conditions on sizes and strides, which are symbols while ``torch.compile`` or ``torch.export`` traces a call.
 
-A condition on a symbol that Python asks for becomes a guard: the program then holds for such sizes alone, and sizes
-that depend on data cannot be traced at all. What is asked here never becomes one. So checks pass over what nobody knows
-while a call is traced; the operators check their tensors when they run, whose sizes are numbers.
+If Python evaluates a condition on a symbol, the condition becomes a guard: the program then holds for such sizes alone,
+and sizes that depend on data cannot be traced at all. The functions here never add a guard. So checks pass over unknown
+conditions while a call is traced; operators check their tensors when they run, and sizes are numbers then.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 def holds(condition: Any) -> bool:
-    """A condition; of symbols, whether it is true for all that they can be."""
-    # To Dynamo a condition on symbols is a bool.
+    """The value of a condition; for symbols, whether it is true for all values that they can have."""
+    # Dynamo treats a condition on symbols as a bool.
     if not isinstance(condition, torch.SymBool) and not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long to import
@@ -25,7 +25,7 @@ def holds(condition: Any) -> bool:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether a tensor is contiguous; of symbolic sizes, whether it is for all that they can be."""
+    """Whether a tensor is contiguous; for symbolic sizes, whether it is for all values that they can have."""
     if type(x) is Tensor and not torch.compiler.is_compiling():
         return x.is_contiguous()
     stride = 1
@@ -37,17 +37,17 @@ def is_dense(x: Tensor) -> bool:
 
 
 def is_expanded(x: Tensor) -> bool:
-    """Whether elements of a tensor are one in memory, as after ``expand``."""
+    """Whether several elements of a tensor share one place in memory, as after ``expand``."""
     return any(holds(n > 1) and holds(s == 0) for n, s in zip(x.shape, x.stride(), strict=True))
 
 
 def differ(shape: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two shapes are not the same."""
+    """Whether two shapes are known to be different."""
     return len(shape) != len(other) or any(holds(n != m) for n, m in zip(shape, other, strict=True))
 
 
 def number(size: Any) -> int | None:
-    """The value of a size, None where it is a symbol."""
+    """The value of a size; None if the size is a symbol."""
     if type(size) is int and not torch.compiler.is_compiling():
         return size
     from torch.fx.experimental.symbolic_shapes import has_static_value

@@ -1,4 +1,4 @@
-"""The monoid of attention states, (out, lse) over a set of keys; docs/algorithm.md, "The monoid"."""
+"""The monoid of attention states, which are (out, lse) over a set of keys; docs/algorithm.md, "The monoid"."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """Attention over some of the keys, for a forward to start from; (0, -inf) for no keys.
+    """Attention over some of the keys, which a forward can start from; (0, -inf) for no keys.
 
-    A forward that is planned with ``problem.but(out_dtype=torch.float32)`` returns out and lse of such a state. Every
-    forward's plan, ``plan(tensors, partial)``, merges one over other keys, and rounds once if its out is not float32.
-    Sinks count in each call that has them: give them to one call of a chain.
+    A forward planned with ``problem.but(out_dtype=torch.float32)`` returns the out and lse of such a state. Every
+    forward's plan, ``plan(tensors, partial)``, merges a state over other keys; if its out is not float32, it rounds
+    once. Sinks count in every call that has them: give them to one call of a chain.
 
     Attributes:
         out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``; float32 (float64
             for float64 inputs), contiguous, on 16 bytes, as new tensors are.
-        lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)``; the same, natural log; of a problem with
-            ``large_scores`` ``in_parts``.
+        lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)``; of the same dtype, contiguous, natural
+            log. If the problem has ``large_scores``, lse is ``in_parts``.
     """
 
     out: Tensor
     lse: Tensor
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what kernels would misread."""
+        """Raises ValueError for tensors that kernels would misread."""
         if not (self.out.is_contiguous() and self.lse.is_contiguous()):
             raise ValueError("a partial result must be contiguous")
 
 
 def in_parts(top: Tensor, log_sum: Tensor) -> Tensor:
-    """``top + log_sum`` as two numbers of their dtype, in a new last dimension: the sum rounded, and what that lost.
+    """``top + log_sum`` as two numbers of the same dtype, in a new last dimension: the rounded sum, and its error.
 
-    A float32 near 1e9 cannot hold the log of a count, so rows whose scores are all so large need both: a probability is
-    ``exp((score - lse[..., 0]) - lse[..., 1])``, whose first difference is exact for scores near the maximum.
+    A float32 near 1e9 cannot hold the log of a count, so rows with only such large scores need both numbers: a
+        probability
+    is ``exp((score - lse[..., 0]) - lse[..., 1])``, and the first difference is exact for scores near the maximum.
 
     Args:
         top: ``(..., rows)``, the largest score of each row, -inf for a row without keys.
@@ -52,7 +53,7 @@ def in_parts(top: Tensor, log_sum: Tensor) -> Tensor:
 
 
 def in_one(lse: Tensor, out: Tensor) -> Tensor:
-    """The lse of out's rows, or its gradient, without the second of its parts if it has them; contiguous then."""
+    """The lse of out's rows, or its gradient, in one part: of two parts the first, made contiguous."""
     return lse[..., 0].contiguous() if lse.dim() == out.dim() else lse
 
 
@@ -72,12 +73,12 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     (lse_a, rest_a), (lse_b, rest_b) = (x.unbind(-1) if has_parts else (x, 0.0) for x in (lse_a, lse_b))
     top = torch.maximum(lse_a, lse_b)
     empty = top == -torch.inf
-    # Where both are empty, -inf - -inf would be NaN, and so would its gradient.
+    # If both are empty, -inf - -inf would be NaN, and so would its gradient.
     top, lse_a, lse_b = (torch.where(empty, 0.0, x) for x in (top, lse_a, lse_b))
     top = top.detach()
     weight_a, weight_b = torch.exp(lse_a - top + rest_a), torch.exp(lse_b - top + rest_b)
     total = weight_a + weight_b
-    # Weights that add up to 1, also where lse of both lost the log of their counts.
+    # The weights add up to 1, also if both lse have lost the log of their counts.
     out = _share(out_a, weight_a / total, empty) + _share(out_b, weight_b / total, empty)
     if has_parts:
         return out, in_parts(torch.where(empty, -torch.inf, top), torch.log(total))
@@ -85,13 +86,13 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def joined(partial: Partial, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """A partial result and out and lse over other keys, of the same layouts, merged; out in lse's dtype."""
+    """A partial result merged with out and lse over other keys, in the same layouts; out in lse's dtype."""
     out, lse = merge(partial.out.transpose(-2, -3), partial.lse, out.to(lse.dtype).transpose(-2, -3), lse)
     return out.transpose(-2, -3).contiguous(), lse
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value, and so whose dprobs, is 0.
+    """``-sum over rows of exp(sink - lse) * delta``: a sink is a key with value 0, so its dprobs are 0.
 
     Args:
         sinks: ``(num_heads_q,)``.
@@ -108,6 +109,6 @@ def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _share(part: Tensor, weight: Tensor, empty: Tensor) -> Tensor:
-    """One state's term of the merged output; an empty state's is 0 whatever out contains, and so is its gradient."""
+    """One state's term of the merged output. An empty state's term and gradient are 0, whatever out contains."""
     weight = torch.where(empty, 0.0, weight)[..., None]
     return torch.where(weight == 0, 0.0, part) * weight

@@ -1,4 +1,4 @@
-"""Files that decide what runs here: opened only if nobody else can have written them, and replaced at once."""
+"""Files that decide which code runs: opened only if no other user can have written them, and replaced atomically."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import BinaryIO
 
 
 class UntrustedError(ValueError):
-    """The file is not such as may be used; the text says why."""
+    """The file may not be used; the text says why."""
 
 
 def opened(place: str | os.PathLike[str], owners: tuple[int, ...] = ()) -> BinaryIO:
-    """A regular file of this user's, or of further owners', that others may not write, open for reading.
+    """Opens for reading a regular file that this user, or one of ``owners``, owns and that no other user may write.
 
-    The open file is judged, since its name may come to stand for another. To open a pipe would wait.
+    The open file is checked, because another file may take its name. Opening does not block, as a pipe would.
 
     Raises:
-        OSError: It cannot be opened.
-        UntrustedError: It is not such a file.
+        OSError: The file cannot be opened.
+        UntrustedError: The file is of another kind, owner or mode.
     """
     file = os.fdopen(os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     about = os.fstat(file.fileno())
@@ -40,10 +40,10 @@ def opened(place: str | os.PathLike[str], owners: tuple[int, ...] = ()) -> Binar
 
 
 def replace(place: str | os.PathLike[str], parts: Iterable[bytes], mode: int) -> None:
-    """Writes a file beside another and gives it that one's name, so that no reader sees a part of it.
+    """Writes a new file and renames it over the old one, so that no reader sees a part of it.
 
     Raises:
-        OSError: It cannot be written; the other is as it was.
+        OSError: The file cannot be written; the old one is unchanged.
     """
     with tempfile.NamedTemporaryFile("wb", dir=Path(place).parent, delete=False) as file:
         try:

@@ -20,7 +20,7 @@ from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.distributed import dtensors
 from flashtile.distributed.exchange import Ranks, ranks_of, share
 from flashtile.distributed.intervals import Kept
-from flashtile.distributed.kinds import COMMS, Kind, make_kind
+from flashtile.distributed.kinds import COMMS, RingKind, make_kind
 from flashtile.distributed.layouts import Layout, check_layout
 from flashtile.distributed.spec import Saved, Spec
 from flashtile.distributed.values import document_lengths, intervals
@@ -29,7 +29,7 @@ from flashtile.ops import plans
 
 
 class OverRanks(Common, total=False):
-    """The keywords of ``flashtile.attention`` that calls over ranks have."""
+    """The keywords of ``flashtile.attention`` that calls over ranks take."""
 
     causal: bool
     attn_mask: Tensor | None
@@ -58,42 +58,43 @@ def attention(
     max_seqlen_k: int | None = None,
     **keywords: Unpack[OverRanks],
 ) -> Any:
-    """Exact attention over a sequence whose rows are spread over the ranks of a mesh; each rank calls it with its rows.
+    """Exact attention over a sequence with rows that are spread over a mesh's ranks; each rank calls it with its rows.
 
-    The results are those of ``flashtile.attention``, or with cu_seqlens those of ``attention_varlen``, on the whole
-    tensors, to the rounding of float32 sums; what is dropped by dropout is the same. All ranks make the same call: the
-    first of a kind is compared among them.
+    The results equal those which ``flashtile.attention``, or with cu_seqlens ``attention_varlen``, computes for the
+    whole tensors, to the rounding of float32 sums. Dropout drops the same probabilities. All ranks must make the same
+    call; the first call of a kind is compared among them.
 
     Args:
         q: This rank's queries, ``(batch, rows, num_heads_q, head_dim)``, or ``(rows, num_heads_q, head_dim)`` with
             cu_seqlens, as ``shard`` gives them. DTensors that are sharded along the rows over the mesh work as well.
-        k: Its keys, likewise, by the same layout of their own length.
-        v: Its values.
-        mesh: The ranks. Of one dimension it is a ring, around which keys travel; a dimension named "ulysses" exchanges
-            heads for rows, and a mesh with both, ("ring", "ulysses"), does that first.
-        layout: Which rows a rank has: "zigzag", "contiguous" or "striped", or what ``deal`` makes; see ``shard``.
-        comm: "ring", "allgather": all keys at once, "ulysses": heads for rows along the whole mesh; "auto" chooses.
-        seqlen_q: Queries of the whole sequence; this rank's times the ranks by default, where these divide it.
+        k: This rank's keys, likewise, in the same layout of the keys' own length.
+        v: This rank's values.
+        mesh: The ranks. A mesh of one dimension is a ring, around which keys travel. Along a dimension named "ulysses"
+            heads are exchanged for rows; a mesh with both, ("ring", "ulysses"), exchanges heads first.
+        layout: The rows that a rank has: "zigzag", "contiguous" or "striped", or a result of ``deal``; see ``shard``.
+        comm: "ring"; "allgather": all keys at once; "ulysses": heads for rows along the whole mesh; "auto" chooses.
+        seqlen_q: Queries of the whole sequence; by default this rank's rows times the ranks, if all ranks have as many.
         seqlen_k: Keys of the whole sequence, likewise.
         cu_seqlens_q: Bounds of the documents in the whole sequence, as in ``attention_varlen``, the same on all ranks.
-            Their values are needed on the host: one on a GPU is waited for, once.
+            Their values are needed on the host: the call waits once for bounds on a GPU.
         cu_seqlens_k: The same for keys.
         max_seqlen_q: Not needed; checked.
         max_seqlen_k: Not needed; checked.
         **keywords: causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, attn_mask, attn_bias, block_mask,
             score_mod, mask_mod, dropout_p, deterministic, return_lse and backend of ``flashtile.attention``, with
-            positions in the whole sequence. Keys that no row of a rank sees do not travel to it, by lengths, window and
-            block_mask, whose values are read on the host once. Masks, biases, sinks and what functions read are those
-            of the whole, the same on all ranks; their gradients are of all ranks' rows, on every rank. Which
-            probabilities are dropped is drawn by the first rank's generator.
+                positions in the whole sequence. Keys that no row of a rank sees, by lengths, window and block_mask, do
+                not travel to it; block_mask's values are read on the host once. Masks, biases, sinks and tensors that
+                functions read belong to the whole sequence and are the same on all ranks. Every rank gets their
+                gradients, summed over all ranks' rows. The first rank's generator draws which probabilities are
+                dropped.
 
     Returns:
         This rank's rows of out, or ``(out, lse)``.
 
     Raises:
-        InvalidInputError: Names the argument, on all ranks the same, also where ranks were called differently.
-        UnsupportedError: No backend can run the call, or it is not supported here.
-        ExchangeError: Another rank died, stalled or makes another call; names the step and the rank.
+        InvalidInputError: Names the argument. All ranks raise it, also if they were called differently.
+        UnsupportedError: No backend can run the call, or calls over ranks do not support it.
+        ExchangeError: Another rank died, stalled or makes another call. Names the step and the rank.
 
     Source: Liu et al. 2023, arXiv:2310.01889; Brandon et al. 2023, arXiv:2311.09431 (striped); Jacobs et al. 2023,
     arXiv:2309.14509 (ulysses).
@@ -103,10 +104,10 @@ def attention(
 
 
 def _opaque() -> Any:
-    """``_call``, into which torch.compile does not look: what it traces before and after stays whole."""
+    """``_call``, disabled for torch.compile, which then traces the code before and after it without a break."""
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_call)
-    # It takes seconds to import.
+    # Importing torch._dynamo takes seconds.
     return _disabled(_call) if "torch._dynamo" in sys.modules else _call
 
 
@@ -114,7 +115,7 @@ _disabled = functools.cache(torch.compiler.disable)
 
 
 def _call(given: dict[str, Any]) -> Any:
-    """The call of these arguments."""
+    """Runs the call with these arguments."""
     keywords = given.pop("keywords")
     q, k, v, mesh = (given[name] for name in ("q", "k", "v", "mesh"))
     if any(hasattr(x, "placements") for x in (q, k, v)):  # DTensors
@@ -150,7 +151,7 @@ def _call(given: dict[str, Any]) -> Any:
 
 
 def _intervals(t: Tensors, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...]) -> Kept | None:
-    """What an interval mask keeps; of one that does not fit, which is refused later, nothing."""
+    """The pairs that an interval mask keeps; None for a mask that does not fit, which is refused later."""
     if t.row_keys is None and t.key_rows is None:
         return None
     for ends, lengths in ((t.row_keys, lengths_q), (t.key_rows, lengths_k)):
@@ -160,32 +161,32 @@ def _intervals(t: Tensors, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...
 
 
 def _with_mods(t: Tensors, asked: Asked, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...]) -> Options:
-    """The options of a call with score_mod or mask_mod, of which t gets what they read."""
+    """The options of a call with score_mod or mask_mod. Sets in ``t`` the tensors that the functions read."""
     from flashtile.call.functions import functions_of  # what few programs need is not loaded by all
 
     shifts = {k - q for q, k in zip(lengths_q, lengths_k, strict=False)} or {0}
-    # A band is counted from the first row: it is one for all documents with one shift.
+    # A band is counted from the first row: it is the same for all documents that have the same shift.
     found = functions_of(*asked.functions, t, asked.plain[1], len(shifts) == 1)
     t.operands, t.numbers = found.operands, found.numbers
     options = read(t, asked.causal, asked.window_size, asked.return_lse, asked.plain)
     return found.options(options, min(shifts))
 
 
-def _kind(spec: Spec, t: Tensors) -> Kind:
-    """The kind of a call; a new one is compared among the ranks."""
+def _kind(spec: Spec, t: Tensors) -> RingKind:
+    """The kind of a call. A new kind is compared among the ranks."""
     given = None if is_plain(t) else tuple(None if x is None else plans.layout(x) for x in other_tensors(t))
     key = (
         "distributed", spec, settings.BACKEND.raw(), settings.COPIES.raw(), plans.products(t.q), *plans.layout(t.q),
         *plans.layout(t.k), *plans.layout(t.v), given, *map(plans.layout, t.operands or ()),
     )  # fmt: skip
-    kind: Kind | None = plans.kinds.get(key)
+    kind: RingKind | None = plans.kinds.get(key)
     if kind is None:
         kind = make_kind(spec, t)
         plans.keep(key, kind)
     return kind
 
 
-def _run(kind: Kind, t: Tensors) -> Any:
+def _run(kind: RingKind, t: Tensors) -> Any:
     spec = kind.spec
     if spec.options.dropout_p > 0:
         state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=t.q.device)
@@ -197,11 +198,11 @@ def _run(kind: Kind, t: Tensors) -> Any:
     return (out, lse) if spec.with_lse else out
 
 
-class _Attention(torch.autograd.Function):
-    """The call under autograd: the backward sends keys around once more, and their gradients after them."""
+class _RingAttention(torch.autograd.Function):
+    """The call under autograd. The backward sends keys around once more, followed by their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, kind: Kind, t: Tensors, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, kind: RingKind, t: Tensors, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         out, lse, saved = kind.forward(t)
         ctx.save_for_backward(*saved, t.attn_bias, *(t.operands or ()))
         ctx.kind, ctx.shape, ctx.numbers = kind, out.shape, t.numbers
@@ -223,15 +224,15 @@ class _Attention(torch.autograd.Function):
         return None, None, *found[:5], *doperands
 
 
-# Skips the wrapper of Function.apply, as ``ops`` does.
-_apply = super(torch.autograd.Function, _Attention).apply
+# This skips the wrapper of Function.apply, as ``ops`` does.
+_apply = super(torch.autograd.Function, _RingAttention).apply
 
 
 def _lengths(side: str, given: dict[str, Any], ranks: Ranks) -> tuple[tuple[int, ...], bool]:
-    """Lengths of the documents of the whole, or of its one sequence, and whether they are inferred.
+    """Lengths of the whole's documents, or of its one sequence, and whether they are inferred.
 
     Raises:
-        InvalidInputError: Naming what is no length, or does not go together.
+        InvalidInputError: Names an argument that is not a length, or contradicts another one.
     """
     name, bounds_name, x = f"seqlen_{side}", f"cu_seqlens_{side}", given[side]
     seqlen, longest, cu_seqlens = given[name], given[f"max_{name}"], given[bounds_name]

@@ -1,4 +1,4 @@
-"""``attention_with_sharded_kvcache``: a cache whose keys are spread over the ranks of a mesh, for long contexts."""
+"""``attention_with_sharded_kvcache``: a cache with keys that are spread over the ranks of a mesh, for long contexts."""
 
 from __future__ import annotations
 
@@ -43,23 +43,25 @@ def attention_with_sharded_kvcache(
 ) -> Any:
     """Attention of new queries over keys and values in caches that hold a part of each sequence on every rank.
 
-    Each rank attends to its own part, and one exchange of outputs and log-sum-exps in float32 merges them: its bytes do
-    not depend on the lengths. No gradient. New keys are appended before the call, by the rank that their position has.
+    Each rank attends to its own part, and one exchange merges outputs and log-sum-exps in float32; its size does not
+    depend on the lengths. There is no gradient. New keys are appended before the call, by the rank that holds their
+    position.
 
     Args:
         q: ``(batch, seqlen_q, num_heads_q, head_dim)``, the same on all ranks.
         k_cache: This rank's part, as in ``attention_with_kvcache``.
         v_cache: Likewise.
         cache_seqlens: ``(batch,)`` int32: the keys of each sequence on all ranks together; an int for all.
-        mesh: The ranks; those of two dimensions count as one row.
-        layout: "striped": key j is held by rank ``j // interleave % ranks``, in the order of j; "contiguous": rank r
-            holds the keys from ``r * capacity`` on, with the capacity of an entry of its cache.
-        interleave: Neighbouring keys that a rank holds under "striped"; a page's, say.
-        page_table: As in ``attention_with_kvcache``, of this rank's pages.
+        mesh: The ranks. The ranks of a mesh of two dimensions count as one row.
+        layout: "striped": rank ``j // interleave % ranks`` holds key j, and holds its keys in the order of j.
+            "contiguous": rank r holds the keys from ``r * capacity`` on, where ``capacity`` is the capacity of an entry
+            of its cache.
+        interleave: The number of neighbouring keys on one rank under "striped", such as the page size.
+        page_table: As in ``attention_with_kvcache``, for this rank's pages.
         cache_batch_idx: See there.
         k_scale: See there.
         v_scale: See there.
-        causal: Row i sees keys ``j <= i + L - seqlen_q``, of L in all.
+        causal: Row i sees keys ``j <= i + L - seqlen_q``, where L is the length of the whole sequence.
         window_size: See there; with positions in the whole sequence.
         softmax_scale: See there.
         softcap: See there.
@@ -72,8 +74,8 @@ def attention_with_sharded_kvcache(
         lse ``(batch, num_heads_q, seqlen_q)``.
 
     Raises:
-        InvalidInputError: Naming the argument.
-        UnsupportedError: No backend can run it.
+        InvalidInputError: Names the argument.
+        UnsupportedError: No backend can run the call.
         ExchangeError: Another rank died or stalled.
 
     Source: Bhatia et al. 2025, "Helix Parallelism", arXiv:2507.07120; docs/algorithm.md, "The monoid".
@@ -99,7 +101,7 @@ def attention_with_sharded_kvcache(
     if left is None and (right is None or (right == 0 and seqlen_q == 1)):
         here = held(lengths)
     else:
-        # A mask ends at other keys on each rank: every row is a sequence of its own.
+        # The mask ends at a different key on each rank: every row becomes a sequence.
         rows = q.flatten(0, 1)[:, None]
         diagonal = lengths[:, None] + torch.arange(-seqlen_q, 0, device=q.device, dtype=torch.int32)
         here = held(
@@ -126,7 +128,7 @@ def attention_with_sharded_kvcache(
 
 
 def _held(count: Tensor, *, ranks: Ranks, layout: str, each: int) -> Tensor:
-    """How many of the first so many keys of a sequence this rank holds."""
+    """The number of a sequence's first ``count`` keys that this rank holds."""
     if layout == "contiguous":
         return (count - ranks.rank * each).clamp(0, each)
     turn = each * len(ranks.members)
@@ -142,7 +144,7 @@ def _clamped(count: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _compare(ranks: Ranks, device: torch.device, said: dict[str, Any]) -> None:
-    """Compares a call with those of the other ranks, the first time."""
+    """Compares a call with the other ranks' calls, if it is the first of its kind."""
     key = "sharded cache", ranks, str(said)
     if plans.kinds.get(key) is None:
         refuse_differences(ranks, agree(ranks, device, said))
@@ -150,7 +152,7 @@ def _compare(ranks: Ranks, device: torch.device, said: dict[str, Any]) -> None:
 
 
 def _merged(ranks: Ranks, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The states of all ranks as one: out ``(batch, rows, heads, width)`` and lse ``(batch, rows, heads)``."""
+    """All ranks' states merged: out ``(batch, rows, heads, width)`` and lse ``(batch, rows, heads)``."""
     lse = lse.transpose(1, 2)
     packed = torch.cat([out.to(lse.dtype), lse[..., None]], -1)
     states = everyone(ranks, "the exchange of partial results", packed, packed.shape[0])

@@ -1,7 +1,7 @@
-"""From the pieces of rows and of keys to packed calls: which of their pairs a mask keeps, in how few sequences.
+"""Makes packed calls from pieces of rows and of keys: the pairs that a mask keeps, in as few sequences as possible.
 
-Two pieces have the same stride, so a band between their positions is a band between their local indices. Sequences of a
-call follow one another in rows and in keys; what lies between them becomes sequences of no keys, and of no rows.
+Two pieces have the same stride, so a band between their positions is a band between their local indices. The sequences
+of a call follow one another in rows and in keys. Gaps between them become sequences without keys or without rows.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from flashtile.distributed.layouts import Piece
 
 # Differences of local indices, key minus row: the first and the last, both inclusive.
 Differences = tuple[int, int]
-# Of a sequence without pairs.
+# The origin of a sequence without pairs.
 NOWHERE = Origin(0, 0, 0, 0, 0, 0)
-# Rows of a part of a call are a multiple, so that it ends with a whole tile.
+# The rows of a part of a call are a multiple of this, so that the part ends with a whole tile.
 _TILE = 128
 
 
 @dataclass(frozen=True)
-class Call:
-    """One packed call of all of a rank's rows over all keys of a shard; sequences with no rows or no keys fill gaps.
+class RingCall:
+    """One packed call of all rows of a rank over all keys of a shard. Sequences without rows or without keys fill gaps.
 
     Attributes:
         cu_seqlens_q: Bounds of the sequences among the rank's rows, from 0 to their number.
         cu_seqlens_k: Bounds of the same sequences among the rows of the shard.
         band: The mask of every sequence, aligned bottom-right as always.
-        origins: Where each sequence lies, as in a call of one head; empty if they were not asked for.
+        origins: The origin of each sequence, as in a call of one head; empty if origins were not asked for.
     """
 
     cu_seqlens_q: tuple[int, ...]
@@ -53,17 +53,17 @@ class Call:
 
     @functools.cached_property
     def pairs(self) -> int:
-        """Pairs of a row and a key that the call keeps, of one head."""
+        """Pairs of a row and a key that the call keeps for one head."""
         sizes = zip(_lengths(self.cu_seqlens_q), _lengths(self.cu_seqlens_k), strict=True)
         return sum(self.band.count(q, k) for q, k in sizes if q and k)
 
 
 def kept(q: Piece, k: Piece, band: Band, shift: int) -> Differences | None:
-    """The differences of local indices that a mask keeps between rows and keys of one document, None for none.
+    """The differences of local indices that a mask keeps between rows and keys of one document; None if it keeps none.
 
     Args:
-        q: Rows.
-        k: Keys, of the same stride.
+        q: A piece of rows.
+        k: A piece of keys, of the same stride.
         band: The mask, between positions.
         shift: Key position of query 0.
     """
@@ -76,8 +76,8 @@ def kept(q: Piece, k: Piece, band: Band, shift: int) -> Differences | None:
     return (first, last) if first <= last else None
 
 
-class Rectangle(NamedTuple):
-    """A packed sequence that is computed: rows in a row, keys in a row, and the differences of indices to keep."""
+class RingRectangle(NamedTuple):
+    """A packed sequence to compute: consecutive rows, consecutive keys, and the differences of indices to keep."""
 
     row: int
     rows: int
@@ -88,7 +88,7 @@ class Rectangle(NamedTuple):
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:
-        """Left and right of the band that keeps these differences."""
+        """Left and right of the band that keeps exactly these differences."""
         shift, (first, last) = self.keys - self.rows, self.kept
         return shift - first if first > 1 - self.rows else None, last - shift if last < self.keys - 1 else None
 
@@ -101,15 +101,15 @@ class Rectangle(NamedTuple):
         )
 
 
-def rectangles(rows: Sequence[Piece], keys: Sequence[Piece], band: Band, shift: int, even: bool) -> list[Rectangle]:
-    """The fewest sequences for a rank's rows of a document over a shard's keys of it: one, one a piece, or one a pair.
+def rectangles(rows: Sequence[Piece], keys: Sequence[Piece], band: Band, shift: int, even: bool) -> list[RingRectangle]:
+    """The fewest sequences for rows of a document over keys of it: one, one for each piece, or one for each pair.
 
     Args:
         rows: The pieces of rows.
         keys: The pieces of keys, of the same stride.
         band: The mask, between positions.
         shift: Key position of query 0.
-        even: Whether positions must be evenly spaced in a sequence, so that no pieces may be joined.
+        even: Whether positions must be evenly spaced in a sequence. Pieces are then not joined.
     """
     grid = [[kept(q, k, band, shift) for k in keys] for q in rows]
     if (whole := _joined(rows, keys, grid, shift, even)) is not None:
@@ -125,8 +125,8 @@ def rectangles(rows: Sequence[Piece], keys: Sequence[Piece], band: Band, shift: 
 
 def _joined(
     rows: Sequence[Piece], keys: Sequence[Piece], grid: Sequence[Sequence[Differences | None]], shift: int, even: bool
-) -> Rectangle | None:
-    """All pieces that keep something as one sequence, if a band of it says the same."""
+) -> RingRectangle | None:
+    """One sequence for all pieces that keep pairs, if some band of it keeps the same pairs; else None."""
     used_q = [q for q, over in enumerate(grid) if any(over)]
     used_k = [k for k in range(len(keys)) if any(over[k] for over in grid)]
     if not used_q or (even and len(used_q) + len(used_k) > 2):
@@ -135,12 +135,12 @@ def _joined(
     grid = [over[used_k[0] : used_k[-1] + 1] for over in grid[used_q[0] : used_q[-1] + 1]]
     if len(rows) == len(keys) == 1:
         return _trimmed(rows, keys, grid[0][0] or (0, 0), shift)
-    # For each pair the differences that it has, and those of them that are kept, counted alike.
+    # For each pair of pieces: its differences, and those that are kept, in indices of the joined sequence.
     pairs: list[tuple[Differences, Differences | None]] = []
     for (i, q), (j, k) in itertools.product(enumerate(rows), enumerate(keys)):
         apart, one = k.at - keys[0].at - q.at + rows[0].at, grid[i][j]
         pairs.append(((1 - q.length + apart, k.length - 1 + apart), one and (one[0] + apart, one[1] + apart)))
-    # The tightest that keeps all there is to keep: if this keeps too much, everything does.
+    # The tightest band that keeps all kept pairs. If it keeps too many, every band does.
     first, last = min(one[0] for _, one in pairs if one), max(one[1] for _, one in pairs if one)
     for (low, high), one in pairs:
         now = max(first, low), min(last, high)
@@ -149,8 +149,8 @@ def _joined(
     return _trimmed(rows, keys, (first, last), shift)
 
 
-def _trimmed(rows: Sequence[Piece], keys: Sequence[Piece], differences: Differences, shift: int) -> Rectangle:
-    """The sequence of pieces, without rows and keys at its ends that keep nothing: so like masks are like bands."""
+def _trimmed(rows: Sequence[Piece], keys: Sequence[Piece], differences: Differences, shift: int) -> RingRectangle:
+    """The sequence of pieces, without the rows and keys at its ends that keep nothing: equal masks give equal bands."""
     q, k = rows[0], keys[0]
     first, last = differences
     num_rows, num_keys = rows[-1].at + rows[-1].length - q.at, keys[-1].at + keys[-1].length - k.at
@@ -161,19 +161,19 @@ def _trimmed(rows: Sequence[Piece], keys: Sequence[Piece], differences: Differen
         q.document, q.start + q.stride * row_start, q.stride, k.start + k.stride * key_start, k.stride, shift
     )
     left = max(first - apart, 1 - num_rows), min(last - apart, num_keys - 1)
-    return Rectangle(q.at + row_start, num_rows, k.at + key_start, num_keys, left, origin)
+    return RingRectangle(q.at + row_start, num_rows, k.at + key_start, num_keys, left, origin)
 
 
-def moved(found: Sequence[Rectangle], spans: Sequence[tuple[int, int]]) -> list[Rectangle]:
-    """Rectangles over a shard as those over some spans of it that follow one another; each lies in one of them."""
+def moved(found: Sequence[RingRectangle], spans: Sequence[tuple[int, int]]) -> list[RingRectangle]:
+    """Rectangles over a shard, as rectangles over some concatenated spans of it. Each rectangle lies in one span."""
     starts = [start for start, _ in spans]
     before = list(itertools.accumulate((stop - start for start, stop in spans), initial=0))
     places = [bisect.bisect_right(starts, each.key) - 1 for each in found]
     return [each._replace(key=each.key - starts[n] + before[n]) for each, n in zip(found, places, strict=True)]
 
 
-def parts_in(found: Sequence[Rectangle], spans: Sequence[tuple[int, int]]) -> list[Rectangle]:
-    """What rectangles have of spans of a shard."""
+def parts_in(found: Sequence[RingRectangle], spans: Sequence[tuple[int, int]]) -> list[RingRectangle]:
+    """The parts of rectangles that lie in spans of a shard."""
     parts = []
     for each in found:
         for start, stop in spans:
@@ -187,10 +187,10 @@ def parts_in(found: Sequence[Rectangle], spans: Sequence[tuple[int, int]]) -> li
     return parts
 
 
-def aligned(found: list[Rectangle], rows: int) -> list[Rectangle]:
-    """Rectangles with rows around them that keep nothing, so that all begin and end on multiples of a tile's rows.
+def aligned(found: list[RingRectangle], rows: int) -> list[RingRectangle]:
+    """Rectangles widened by rows that keep nothing, so that all begin and end on multiples of a tile's rows.
 
-    Or the same ones, if there is no room for that in some place, or it takes more bands.
+    The rectangles are returned unchanged if there is no room for that, or if they would need more bands.
     """
     order = sorted(range(len(found)), key=lambda n: found[n].row)
     made, end = list(found), 0
@@ -201,7 +201,7 @@ def aligned(found: list[Rectangle], rows: int) -> list[Rectangle]:
         stop = min(rows, -(-(each.row + each.rows) // _TILE) * _TILE)
         first, last = each.kept
         more, less = each.row - start, stop - each.row - each.rows
-        # Rows before it must keep nothing, and rows after it.
+        # The rows added before and after must keep nothing.
         can = (not more or last <= 0) and (not less or first >= each.keys - each.rows)
         if not can or start < end or stop > max(after, each.row + each.rows):
             return found
@@ -211,18 +211,18 @@ def aligned(found: list[Rectangle], rows: int) -> list[Rectangle]:
     return made if len({x.bounds for x in made}) <= len({x.bounds for x in found}) else found
 
 
-def calls_of(found: Sequence[Rectangle], rows: int, keys: int, origins: bool) -> list[Call]:
-    """The fewest calls that hold the rectangles: one for each band, and more where they share rows or keys.
+def calls_of(found: Sequence[RingRectangle], rows: int, keys: int, origins: bool) -> list[RingCall]:
+    """The fewest calls that hold the rectangles: one for each band, and more if rectangles share rows or keys.
 
     Args:
-        found: In the order of documents.
-        rows: Rows of the rank.
-        keys: Keys of the shard.
+        found: The rectangles, in the order of documents.
+        rows: Number of the rank's rows.
+        keys: Number of the shard's keys.
         origins: Whether the calls have origins.
     """
     bounds = [rectangle.bounds for rectangle in found]
     common = [one for one, _ in collections.Counter(bounds).most_common(3)]
-    layers: dict[tuple[int | None, int | None], list[list[Rectangle]]] = {}
+    layers: dict[tuple[int | None, int | None], list[list[RingRectangle]]] = {}
     for rectangle, own in zip(found, bounds, strict=True):
         band = own if own == common[0] else next((one for one in common if rectangle.fits(*one)), own)
         layer = layers.setdefault(band, [])
@@ -236,8 +236,8 @@ def calls_of(found: Sequence[Rectangle], rows: int, keys: int, origins: bool) ->
     return [_call(call, Band(*band), rows, keys, origins) for band, layer in layers.items() for call in layer]
 
 
-def _call(found: Sequence[Rectangle], band: Band, rows: int, keys: int, origins: bool) -> Call:
-    """The call of rectangles that follow one another, with sequences of no keys and of no rows between them."""
+def _call(found: Sequence[RingRectangle], band: Band, rows: int, keys: int, origins: bool) -> RingCall:
+    """The call of rectangles that follow one another; sequences without keys or rows fill the gaps between them."""
     cu_seqlens_q, cu_seqlens_k = [0], [0]
     where: list[Origin] = []
     for each in found:
@@ -248,11 +248,11 @@ def _call(found: Sequence[Rectangle], band: Band, rows: int, keys: int, origins:
         where.append(each.origin)
     _skip(cu_seqlens_q, cu_seqlens_k, rows, keys)
     where += [NOWHERE] * (len(cu_seqlens_q) - 1 - len(where))
-    return Call(tuple(cu_seqlens_q), tuple(cu_seqlens_k), band, tuple(where) if origins else ())
+    return RingCall(tuple(cu_seqlens_q), tuple(cu_seqlens_k), band, tuple(where) if origins else ())
 
 
 def _skip(cu_seqlens_q: list[int], cu_seqlens_k: list[int], row: int, key: int) -> None:
-    """Adds a sequence of no keys up to the row, and one of no rows up to the key, where there is a gap."""
+    """Adds a sequence without keys up to the row, and one without rows up to the key, if there are gaps."""
     if cu_seqlens_q[-1] < row:
         cu_seqlens_q.append(row)
         cu_seqlens_k.append(cu_seqlens_k[-1])
@@ -261,48 +261,50 @@ def _skip(cu_seqlens_q: list[int], cu_seqlens_k: list[int], row: int, key: int) 
         cu_seqlens_k.append(key)
 
 
-def whole_documents(documents: Sequence[int], lengths: Sequence[tuple[int, int]], band: Band, origins: bool) -> Call:
+def whole_documents(
+    documents: Sequence[int], lengths: Sequence[tuple[int, int]], band: Band, origins: bool
+) -> RingCall:
     """The call of documents that a rank holds in full, one after another."""
     bounds = [tuple(itertools.accumulate(side, initial=0)) for side in zip(*lengths, strict=True)]
     where = (Origin(each, 0, 1, 0, 1, k - q) for each, (q, k) in zip(documents, lengths, strict=True))
-    return Call(bounds[0], bounds[1], band, tuple(where) if origins else ())
+    return RingCall(bounds[0], bounds[1], band, tuple(where) if origins else ())
 
 
-def of_first_rows(call: Call, rows: int) -> Call:
-    """A call without rows at its end that see no keys."""
+def of_first_rows(call: RingCall, rows: int) -> RingCall:
+    """A call of the first rows alone; the rows after them see no keys."""
     q = call.cu_seqlens_q
     return call if q[-1] == rows else replace(call, cu_seqlens_q=tuple(min(x, rows) for x in q))
 
 
-def repeated(call: Call, batch: int) -> Call:
-    """A call of one entry as the call of all entries of a batch."""
+def repeated(call: RingCall, batch: int) -> RingCall:
+    """A call of one entry, repeated for all entries of a batch."""
     if batch == 1:
         return call
     bounds = []
     for cu_seqlens in (call.cu_seqlens_q, call.cu_seqlens_k):
         bounds.append((0, *(entry * cu_seqlens[-1] + x for entry in range(batch) for x in cu_seqlens[1:])))
     where = tuple(origin._replace(head=entry) for entry in range(batch) for origin in call.origins)
-    return Call(bounds[0], bounds[1], call.band, where)
+    return RingCall(bounds[0], bounds[1], call.band, where)
 
 
-def in_two(calls: Sequence[Call], share: float = 0.5) -> tuple[list[Call], list[Call]]:
-    """Calls that together keep what the given ones do, in two lists; the first has about ``share`` of the work.
+def in_two(calls: Sequence[RingCall], share: float = 0.5) -> tuple[list[RingCall], list[RingCall]]:
+    """Divides calls into two lists that together keep the same pairs. The first list has about ``share`` of the work.
 
-    The backward of a rank's own keys runs one first, and one while dk and dv return.
+    The backward over a rank's own keys runs the first list first, and the second while dk and dv return.
     """
     if len(calls) == 1:
         calls = _cut(calls[0], share)
-    first: list[Call] = []
-    final: list[Call] = []
-    missing = (2 * share - 1) * sum(each.pairs for each in calls)  # in the first, more than in the other
+    first: list[RingCall] = []
+    final: list[RingCall] = []
+    missing = (2 * share - 1) * sum(each.pairs for each in calls)  # pairs that the first list lacks beside the second
     for call in sorted(calls, key=lambda each: -each.pairs):
         (first if missing >= 0 else final).append(call)
         missing -= call.pairs if missing >= 0 else -call.pairs
     return first, final
 
 
-def _cut(call: Call, share: float) -> list[Call]:
-    """The first rows of each sequence, and the other ones; the call itself where they would have other bands."""
+def _cut(call: RingCall, share: float) -> list[RingCall]:
+    """The first rows of each sequence, and the other rows; the call itself if the parts would have other bands."""
     left, right = call.band.left, call.band.right
     if (left is not None if right is None else right > 0) or not call.pairs:
         return [call]
@@ -314,7 +316,7 @@ def _cut(call: Call, share: float) -> list[Call]:
     for (row, row_stop), (key, key_stop), origin in zip(rows, keys, origins, strict=True):
         count, shift = row_stop - row, key_stop - key - row_stop + row
         cut = _first_rows(share, call.band, count, key_stop - key)
-        # With as many keys fewer as rows, the last row is still aligned with the last key.
+        # The keys are cut by as many as the rows, so the last row is still aligned with the last key.
         seen = key_stop if right is None else key + max(0, cut + shift)
         for bound, last, where in (
             (row + cut, seen, origin),
@@ -324,11 +326,13 @@ def _cut(call: Call, share: float) -> list[Call]:
             _append(early, bound, last, where)
         _append(late, row + cut, key, NOWHERE)
         _append(late, row_stop, key_stop, origin._replace(row=origin.row + origin.row_step * cut))
-    return [Call(tuple(q), tuple(k), call.band, tuple(where) if call.origins else ()) for q, k, where in (early, late)]
+    return [
+        RingCall(tuple(q), tuple(k), call.band, tuple(where) if call.origins else ()) for q, k, where in (early, late)
+    ]
 
 
 def _append(part: tuple[list[int], list[int], list[Origin]], row: int, key: int, origin: Origin) -> None:
-    """A sequence up to these bounds, unless it would be empty."""
+    """Appends a sequence up to these bounds, unless it would be empty."""
     if (row, key) != (part[0][-1], part[1][-1]):
         part[0].append(row)
         part[1].append(key)
@@ -336,7 +340,7 @@ def _append(part: tuple[list[int], list[int], list[Origin]], row: int, key: int,
 
 
 def _first_rows(share: float, band: Band, rows: int, keys: int) -> int:
-    """First rows of a sequence that have about a share of its pairs."""
+    """The number of first rows of a sequence that have about ``share`` of its pairs."""
     if band.right is None or not keys:
         cut = int(rows * share)
     else:

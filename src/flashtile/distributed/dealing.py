@@ -1,8 +1,8 @@
-"""Layouts for masks: which rank gets which rows, so that all compute as much and little travels.
+"""Layouts for masks: they assign rows to ranks so that all ranks have equal work and few keys travel.
 
-All ranks hold as many rows as under every layout, and what is even are the pairs of a row and a key that they keep. Of
-what is even enough the layout is taken with which the fewest keys travel: contiguous or zigzag shards, or documents
-dealt one by one, of which long ones are cut.
+Each rank holds as many rows as under every other layout; work is the number of pairs of a row and a key that a mask
+keeps. Among layouts with even enough work, the one with the fewest travelling keys is taken. Candidates are contiguous
+and zigzag shards, and documents dealt one by one, with long documents cut.
 
 Pure integers, as plans are. Source: Zewei Tao and Yunpeng Huang 2025, MagiAttention, "dispatch".
 """
@@ -16,13 +16,13 @@ from typing import NamedTuple
 from flashtile.core.masks import Band
 from flashtile.distributed.intervals import Kept
 from flashtile.distributed.layouts import Dealt, Layout, Name, pieces, shard_length
-from flashtile.distributed.ring import BLOCK, Ring, count
+from flashtile.distributed.ring import BLOCK, RankRing, count
 
-# The fullest rank keeps so many times the mean of all, at most, where some layout does.
+# The most pairs of a rank, over the mean of all ranks, of a layout that counts as even.
 EVEN = 1.05
-# And single blocks are dealt only if it would keep more than so many times the mean: they make many short calls.
+# Single blocks make many short calls: they are dealt only if all other layouts are over this.
 UNEVEN = 1.15
-# Lengths from which on documents are cut, so many are tried.
+# The number of limits that are tried for the length from which documents are cut.
 _TRIED = 12
 
 # Document, first row and rows.
@@ -30,11 +30,11 @@ _Span = tuple[int, int, int]
 
 
 class Weight(NamedTuple):
-    """What a layout costs.
+    """The cost of a layout.
 
     Attributes:
-        imbalance: Pairs of the rank that keeps most, over the mean; 1 where none are kept.
-        moved: Keys that travel, each as often as it does.
+        imbalance: The most pairs of a rank, over the mean of all ranks; 1 if no pairs are kept.
+        moved: Keys that travel, counted once for each transfer.
     """
 
     imbalance: float
@@ -42,18 +42,18 @@ class Weight(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which pairs documents keep that attend to themselves.
+    """The pairs that are kept in documents that attend to themselves.
 
     Attributes:
-        band: Between positions.
-        intervals: And intervals, or None.
+        band: The band between positions.
+        intervals: Intervals that are kept as well, or None.
     """
 
     band: Band
     intervals: Kept | None = None
 
     def counter(self, lengths: tuple[int, ...]) -> Callable[[int, int, int], int]:
-        """What counts the pairs of a document, a first row and a number of rows."""
+        """A function that counts the pairs of a document, from a first row and a number of rows."""
         if self.intervals is None:
             return lambda document, start, rows: self.band.count_rows(
                 start, start + rows, lengths[document], lengths[document]
@@ -70,19 +70,19 @@ def weigh(lengths: tuple[int, ...], world: int, layout: Layout, mask: Mask) -> W
             each = p.length if p.stride == 1 else 1
             pairs[rank] += sum(counted(p.document, p.start + n * p.stride, each) for n in range(p.length // each))
     is_exact = mask.intervals is not None  # pieces are then not joined
-    ring = Ring(lengths, lengths, world, layout, mask.band, is_exact, False, mask.intervals)
+    ring = RankRing(lengths, lengths, world, layout, mask.band, is_exact, False, mask.intervals)
     moved = sum(count(ring.seen(rank, source)) for rank in range(world) for source in range(world) if rank != source)
     return Weight(max(pairs) * world / sum(pairs) if sum(pairs) else 1.0, moved)
 
 
 @functools.lru_cache(maxsize=32)
 def deal_rows(lengths: tuple[int, ...], world: int, mask: Mask) -> Layout:
-    """The layout of documents that attend to themselves; kept, so that the same arguments give the same object."""
+    """The layout of documents that attend to themselves. It is cached: the same arguments give the same object."""
     named: tuple[Name, ...] = ("contiguous", "zigzag")
     found: list[tuple[Weight, Layout]] = [(weigh(lengths, world, name, mask), name) for name in named]
     for layout in _dealt(lengths, world, mask) if len(lengths) > 1 and any(each.moved for each, _ in found) else ():
         found.append((weigh(lengths, world, layout, mask), layout))
-        # With more cuts more travels.
+        # More cuts make more keys travel.
         if found[-1][0].imbalance <= EVEN:
             break
     if min(each.imbalance for each, _ in found) > UNEVEN:
@@ -95,7 +95,7 @@ def deal_rows(lengths: tuple[int, ...], world: int, mask: Mask) -> Layout:
 
 
 def _dealt(lengths: tuple[int, ...], world: int, mask: Mask) -> Iterator[Layout]:
-    """Layouts of whole documents but for those longer than some length, from the longest on."""
+    """Layouts of whole documents, with the documents longer than a limit cut, from the largest limit down."""
     rows = shard_length(sum(lengths), world, world - 1)
     limits = sorted({length for length in lengths if length <= rows}, reverse=True)
     step = -(-len(limits) // _TRIED) or 1
@@ -104,7 +104,7 @@ def _dealt(lengths: tuple[int, ...], world: int, mask: Mask) -> Iterator[Layout]
 
 
 class _Deal:
-    """Rows on their way to ranks."""
+    """An assignment of rows to ranks in progress."""
 
     def __init__(self, lengths: tuple[int, ...], world: int, mask: Mask) -> None:
         self._lengths, self._world, self._band = lengths, world, mask.band
@@ -114,7 +114,7 @@ class _Deal:
         self._spans: list[list[_Span]] = [[] for _ in range(world)]
 
     def documents(self, limit: int) -> Layout:
-        """Documents of at most ``limit`` rows whole, as far as there is room, and the others in parts."""
+        """Assigns documents of at most ``limit`` rows whole, as far as there is room, and the others in parts."""
         left: list[_Span] = []
         order = sorted(range(len(self._lengths)), key=lambda n: -self._lengths[n])
         for document in order:
@@ -132,7 +132,7 @@ class _Deal:
         return self._ended(left)
 
     def blocks(self) -> Layout:
-        """Blocks, those of most pairs first, each to the rank that has fewest."""
+        """Assigns single blocks, the blocks with the most pairs first, each to the rank with the fewest pairs."""
         blocks = [
             (document, start, min(BLOCK, length - start))
             for document, length in enumerate(self._lengths)
@@ -148,20 +148,20 @@ class _Deal:
         return self._ended(left)
 
     def _parts(self, document: int) -> Iterator[tuple[int, _Span]]:
-        """A document for all ranks: part r and part 2N - 1 - r of 2N if later rows keep more, else one of N."""
+        """Parts of a document for all ranks: parts r and 2N - 1 - r of 2N if later rows keep more, else one of N."""
         length, world, band = self._lengths[document], self._world, self._band
         zigzag = band.right is not None and (band.left is None or band.left > length // (2 * world))
         parts = 2 * world if zigzag else world
-        # Whole blocks, where these are small beside parts.
-        unit = BLOCK if length >= 4 * BLOCK * parts else 1
-        ends = [length * part // parts // unit * unit for part in range(parts)] + [length]
+        # Parts are whole blocks if blocks are small beside parts.
+        chunk_rows = BLOCK if length >= 4 * BLOCK * parts else 1
+        ends = [length * part // parts // chunk_rows * chunk_rows for part in range(parts)] + [length]
         for part in range(parts):
             if ends[part] < ends[part + 1]:
                 rank, rows = min(part, parts - 1 - part) if zigzag else part, ends[part + 1] - ends[part]
                 yield rank, (document, ends[part], rows)
 
     def _give(self, rank: int, span: _Span) -> list[_Span]:
-        """Gives a rank what it has room for, and returns the rest."""
+        """Assigns to a rank as many rows as it has room for, and returns the rest."""
         document, start, length = span
         some = min(length, self._room[rank])
         if some:
@@ -171,7 +171,7 @@ class _Deal:
         return [(document, start + some, length - some)] if some < length else []
 
     def _ended(self, left: Sequence[_Span]) -> Layout:
-        """The layout, with what is left where there is room."""
+        """The layout, after the rows that are left are assigned to ranks with room."""
         waiting = list(left)
         while waiting:
             able = [rank for rank in range(self._world) if self._room[rank]]
@@ -182,7 +182,7 @@ class _Deal:
                 homes.setdefault(document, set()).add(rank)
 
         def ordered(spans: list[_Span]) -> tuple[_Span, ...]:
-            # Documents that other ranks have rows of come first: ``ring.Own``.
+            # Documents that other ranks also hold rows of come first; see ``ring.Own``.
             found: list[_Span] = []
             for document, start, length in sorted(spans, key=lambda each: (len(homes[each[0]]) == 1, each)):
                 last = found[-1] if found else (-1, 0, 0)

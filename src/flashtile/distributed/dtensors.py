@@ -16,14 +16,14 @@ _TENSORS = ("q", "k", "v", "alibi_slopes", "attn_mask", "attn_bias", "sinks")
 
 
 def run(attention: Callable[..., Any], *, mesh: DeviceMesh, **given: Any) -> Any:
-    """Calls ``attention`` with the local tensors of DTensors; its results are DTensors.
+    """Calls ``attention`` with the local tensors of DTensors, and returns DTensors.
 
-    q, k and v are sharded along their rows over the dimensions of ``mesh``, which may be part of theirs, and in the
-    layout's order; over other dimensions along batch or heads, or not at all.
+    q, k and v are sharded along their rows over the dimensions of ``mesh``, in the layout's order; ``mesh`` may be a
+    part of their mesh. Over the other dimensions they are sharded along batch or heads, or replicated.
 
     Raises:
-        InvalidInputError: They are placed in another way, or not alike.
-        UnsupportedError: Dropout, where batch or heads are sharded.
+        InvalidInputError: q, k and v are placed in another way, or differently.
+        UnsupportedError: There is dropout, and batch or heads are sharded.
     """
     q, v, packed = given["q"], given["v"], given["cu_seqlens_q"] is not None
     rows = 0 if packed else 1
@@ -47,7 +47,7 @@ def run(attention: Callable[..., Any], *, mesh: DeviceMesh, **given: Any) -> Any
     out = _placed(found[0] if given.get("return_lse") else found, q, q.placements, (*q.shape[:-1], v.shape[-1]))
     if not given.get("return_lse"):
         return out
-    # In lse, rows and heads have changed places.
+    # The dimensions of rows and heads are swapped in lse.
     places = [type(p)(p.dim if p.dim < rows else 2 * rows + 1 - p.dim) if p.is_shard() else p for p in q.placements]
     return out, _placed(found[1], q, places, (*q.shape[:rows], q.shape[rows + 1], q.shape[rows]))
 
@@ -67,7 +67,7 @@ def _shown(x: Any) -> str:
 
 
 def _members(mesh: DeviceMesh, along: list[int]) -> list[int]:
-    """The ranks along some dimensions of a mesh that share this process's place in the others."""
+    """The ranks along some dimensions of a mesh, with this process's coordinates in the other dimensions."""
     here = mesh.get_coordinate()
     index = tuple(slice(None) if i in along else here[i] for i in range(mesh.ndim)) if here else ()
     return mesh.mesh[index].flatten().tolist() if along else []

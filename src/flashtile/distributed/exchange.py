@@ -1,6 +1,7 @@
-"""What ranks send one another: rows around a ring, heads for rows, and first of all what the call is.
+"""Exchanges between ranks: rows around a ring, heads for rows, and before both a comparison of the calls.
 
-Nothing here waits for a GPU, but for ``agree``. A wait for NCCL orders streams; a wait for gloo blocks the process.
+Nothing here waits for a GPU except ``agree`` and ``any_of``. Waiting for NCCL orders streams; waiting for gloo blocks
+the process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashtile.core.errors import ExchangeError, InvalidInputError, shown
 
 T = TypeVar("T")
-# PyTorch 2.13 renamed them.
+# PyTorch 2.13 renamed both functions.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -28,10 +29,10 @@ class Line:
     """The ranks along one dimension of a mesh, in order.
 
     Args:
-        group: Their process group; None if there is no such dimension. It is not kept: plans keep lines for later
-            calls, and a group with its threads and connections is to end with ``destroy_process_group``.
-        rank: This process's place.
-        members: Their ranks among all processes.
+        group: Their process group; None if the mesh has no such dimension. Only a weak reference is kept: plans keep
+            lines for later calls, and a group with its threads and connections must end with ``destroy_process_group``.
+        rank: The index of this process among the members.
+        members: The ranks of the members among all processes.
     """
 
     def __init__(self, group: Any, rank: int, members: tuple[int, ...]) -> None:
@@ -39,10 +40,10 @@ class Line:
 
     @property
     def group(self) -> Any:
-        """Their process group; None if there is no such dimension.
+        """The members' process group; None if the mesh has no such dimension.
 
         Raises:
-            InvalidInputError: It was destroyed.
+            InvalidInputError: The group was destroyed.
         """
         found = None if self._group is None else self._group()
         if found is None and self._group is not None:
@@ -56,12 +57,12 @@ class Line:
 
 
 class Ranks:
-    """The ranks that share a sequence, those of one mesh; equal to itself alone.
+    """The ranks of a mesh, which share a sequence. Compared by identity.
 
     Attributes:
         ring: The line along which keys travel.
-        ulysses: The line along which heads are exchanged. Its ranks have neighbouring shards.
-        members: Their ranks among all processes, in the order of their shards.
+        ulysses: The line along which heads are exchanged. Its ranks hold neighbouring shards.
+        members: The ranks among all processes, in the order of their shards.
     """
 
     def __init__(self, ring: Line, ulysses: Line, members: tuple[int, ...]) -> None:
@@ -74,7 +75,7 @@ class Ranks:
 
     @property
     def lines(self) -> list[Line]:
-        """Those with more than one rank."""
+        """The lines with more than one rank."""
         return [line for line in (self.ulysses, self.ring) if line.size > 1]
 
 
@@ -82,10 +83,10 @@ _known: dict[int, tuple[weakref.ref[DeviceMesh], Ranks]] = {}
 
 
 def ranks_of(mesh: DeviceMesh) -> Ranks:
-    """The lines of a mesh; one of a single dimension is a ring, unless that is called "ulysses".
+    """The lines of a mesh. A mesh of one dimension is a ring, unless the dimension is called "ulysses".
 
     Raises:
-        InvalidInputError: It has other dimensions, or this process is not in it.
+        InvalidInputError: The mesh has other dimensions, or does not contain this process.
     """
     place = id(mesh)
     found = _known.get(place)
@@ -115,7 +116,7 @@ def _read(mesh: DeviceMesh) -> Ranks:
 
 
 def named(what: str, peers: Sequence[int], action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """An action's result; what the process group raises becomes an ``ExchangeError``."""
+    """Runs an action. A RuntimeError of the process group becomes an ``ExchangeError``."""
     try:
         return action(*args, **kwargs)
     except RuntimeError as error:
@@ -123,10 +124,10 @@ def named(what: str, peers: Sequence[int], action: Callable[..., T], *args: Any,
 
 
 class Pending:
-    """Sends and receives under way. Until ``wait`` their tensors must not be written, nor what arrives be read.
+    """Sends and receives under way. Before ``wait``, sent tensors must not be written and received ones not read.
 
-    On a GPU they run on the process group's own stream, after what was queued before and beside what is queued after;
-    to wait means that the current stream waits.
+    On a GPU they run on the process group's own stream, after all work queued before and beside work queued later.
+    ``wait`` makes the current stream wait.
     """
 
     __slots__ = ("_kept", "_waits", "_what")
@@ -135,10 +136,10 @@ class Pending:
         self._what, self._waits, self._kept = what, waits, kept
 
     def wait(self) -> None:
-        """Waits for all of them.
+        """Waits for all transfers.
 
         Raises:
-            ExchangeError: Naming the exchange and the peers.
+            ExchangeError: Names the exchange and the peers.
         """
         for work, peers in self._waits:
             named(self._what, peers, work.wait)
@@ -152,9 +153,10 @@ class Parcel(NamedTuple):
     """Contiguous tensors that travel together.
 
     Attributes:
-        tensors: Of keys and of values, each in parts that the receiver has one after another; none if it stays.
-        peer: The place on the line where they go or come from.
-        kind: "keys", "sums" or "back": those of keys on their way, or home at their owner.
+        tensors: Tensors for keys and tensors for values, each in parts that the receiver stores one after another.
+            Empty where one is not sent.
+        peer: The index on the line of the sender or the receiver.
+        kind: "keys"; "sums": sums of gradients on their way; "back": such sums on the way home to their owner.
     """
 
     tensors: tuple[tuple[Tensor, ...], ...]
@@ -163,7 +165,7 @@ class Parcel(NamedTuple):
 
 
 class Messages:
-    """The sends and receives of a ring's stages, through the process group.
+    """Sends and receives of a ring's stages, through the process group.
 
     Args:
         line: The ring.
@@ -173,23 +175,23 @@ class Messages:
         self._line = line
 
     def room(self, kind: str, number: int, part: int, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor for what a stage receives.
+        """A tensor that a stage receives into.
 
         Args:
             kind: As in ``Parcel``.
-            number: Of the stage.
-            part: The place of the tensor in the parcel.
+            number: The stage's number.
+            part: The index of the tensor in the parcel.
             shape: Its shape.
-            like: A tensor on its device.
+            like: A tensor on the same device.
             dtype: Its dtype.
         """
         return torch.empty(shape, dtype=dtype, device=like.device)
 
     def post(self, number: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Pending:
-        """Posts all of a stage. Between two ranks, tensors arrive in the order in which they left.
+        """Posts all transfers of a stage. Between two ranks, tensors arrive in the order in which they left.
 
         Raises:
-            ExchangeError: Naming the stage and the peers.
+            ExchangeError: Names the stage and the peers.
         """
         if not (sends or receives):
             return NOTHING
@@ -214,7 +216,7 @@ def stage_name(number: int) -> str:
 
 
 def all_to_all(line: Line, what: str, sent: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
-    """Sends the first ``rows_to[0]`` rows of a contiguous tensor to the first rank, and so on.
+    """Sends rows of a contiguous tensor to all ranks: the first ``rows_to[0]`` rows to the first rank, and so on.
 
     Returns:
         The rows received, in the order of the ranks.
@@ -226,7 +228,7 @@ def all_to_all(line: Line, what: str, sent: Tensor, rows_to: Sequence[int], rows
 
 
 def gather(line: Line, what: str, given: Sequence[Tensor], most: int) -> tuple[Any, Pending]:
-    """Posts the gathering of all ranks' tensors: each ``(ranks, most, ...)``, of which each fills the first rows."""
+    """Posts the gathering of all ranks' tensors. Results are ``(ranks, most, ...)``; each rank fills its first rows."""
     found, waits = [], []
     for x in given:
         if x.shape[0] < most:
@@ -240,7 +242,7 @@ def gather(line: Line, what: str, given: Sequence[Tensor], most: int) -> tuple[A
 
 
 def scatter_sums(line: Line, what: str, given: Sequence[Tensor]) -> tuple[list[Tensor], Pending]:
-    """Posts the sums over ranks of this rank's part of tensors ``(ranks, ...)``, contiguous."""
+    """Posts the sums over ranks of contiguous tensors ``(ranks, ...)``; this rank receives the sums of its part."""
     found, waits = [], []
     for x in given:
         total = torch.empty_like(x[0])
@@ -258,7 +260,7 @@ def add_up(ranks: Ranks, what: str, x: Tensor) -> Tensor:
 
 
 def any_of(line: Line, what: str, like: Tensor, said: bool) -> bool:
-    """Whether any rank of a line says so; waits for the GPU."""
+    """Whether ``said`` is true on any rank of a line. Waits for the GPU."""
     found = torch.tensor([int(said)], device=like.device)
     named(what, line.members, dist.all_reduce, found, dist.ReduceOp.MAX, group=line.group)
     return bool(found.item())
@@ -271,20 +273,20 @@ def share(ranks: Ranks, what: str, x: Tensor) -> Tensor:
     return x
 
 
-# Bytes in which a rank says what it was called with.
+# Bytes of the record in which a rank describes its call.
 _RECORD = 6144
 
 
 def agree(ranks: Ranks, device: torch.device, said: Mapping[str, object]) -> list[dict[str, Any]]:
-    """Tells all ranks what this one was called with; waits for theirs, and for the GPU.
+    """Exchanges a record of each rank's call with all ranks. Waits for them, and for the GPU.
 
     Args:
-        ranks: All of them take part.
-        device: Where the process group's tensors are.
+        ranks: The ranks; all of them take part.
+        device: The device of the process group's tensors.
         said: JSON values by name, some kilobytes at most; see ``shortened``.
 
     Returns:
-        What the ranks say, in the order of their shards.
+        The records of all ranks, in the order of their shards.
     """
     text = json.dumps(said).encode().ljust(_RECORD)
     assert len(text) == _RECORD, "a record is too long"
@@ -298,16 +300,16 @@ def agree(ranks: Ranks, device: torch.device, said: Mapping[str, object]) -> lis
 
 
 def shortened(value: object) -> object:
-    """A JSON value, or if it is long its beginning and a hash of it."""
+    """A JSON value; if it is long, its beginning and a hash."""
     text = json.dumps(value)
     return value if len(text) <= 160 else f"{text[:100]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
 
 
 def refuse_differences(ranks: Ranks, everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raises for what ranks were called with differently; on all the same.
+    """Raises if ranks were called with different arguments. All ranks raise the same error.
 
     Raises:
-        InvalidInputError: Naming the argument and two ranks.
+        InvalidInputError: Names the argument and two ranks.
     """
     first = everyone[0]
     for name in first:

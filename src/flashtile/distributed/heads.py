@@ -1,4 +1,4 @@
-"""The exchange of heads for rows: before it a rank has some rows of all heads, after it all rows of some heads.
+"""The exchange of heads for rows. Before it a rank holds some rows of all heads, after it all rows of some heads.
 
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509.
 """
@@ -15,14 +15,14 @@ from flashtile.distributed.exchange import Line, all_to_all
 _WHAT = "the exchange of heads"
 
 
-class Heads:
+class HeadExchange:
     """The exchange among the ranks of a line, in both directions, for tensors with the same rows.
 
     Args:
-        line: The ranks; the i-th gets the i-th part of the heads.
-        shards: For each of them, which rows it has, in order, of those that all of them have together.
-        batch: Entries, each with such rows.
-        device: Of the tensors.
+        line: The ranks. The i-th rank receives the i-th part of the heads.
+        shards: For each rank the rows that it holds, in order, among the rows that all of them hold together.
+        batch: Entries of the batch; each has these rows.
+        device: The device of the tensors.
     """
 
     def __init__(self, line: Line, shards: Sequence[Sequence[range]], batch: int, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Heads:
     def split(self, *given: Tensor) -> list[Tensor]:
         """All rows of this rank's heads, ``(total, heads / ranks, width)`` each, from ``(rows, heads, width)``.
 
-        Together they are one exchange and one tensor, in which each has some columns.
+        All tensors are sent in one exchange and received as one tensor, in which each has some columns.
         """
         n, rows = self._line.size, given[0].shape[0]
         parts = [x.unflatten(1, (n, x.shape[1] // n)).flatten(2).transpose(0, 1) for x in given]

@@ -1,7 +1,7 @@
-"""Interval masks on the host: which keys rows keep, for plans and layouts.
+"""Interval masks on the host: the keys that each row keeps, for plans and layouts.
 
-Pure integers; ``values`` reads them. Of several heads, and of several entries of a batch, a row keeps what any keeps,
-from the first key to the last; kernels read the exact mask.
+Pure integers, which ``values`` reads from tensors. With several heads, or several entries of a batch, a row keeps the
+range from the first key to the last that it keeps in any of them; kernels read the exact mask.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flashtile.core.masks import Band
-from flashtile.distributed.calls import Rectangle
+from flashtile.distributed.calls import RingRectangle
 
-# Of each row of a document the first key and the end of them, or of each key the same of rows.
+# For each row of a document its first key and the end of its keys; or for each key the same for its rows.
 Ends = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What an interval mask keeps.
+    """The pairs that an interval mask keeps.
 
     Attributes:
-        rows: Of each document, what its rows keep; None if rows are not bounded.
-        keys: Of each document, which rows keep its keys; None if keys are not bounded.
+        rows: For each document the keys that its rows keep; None if rows are not bounded.
+        keys: For each document the rows that keep its keys; None if keys are not bounded.
     """
 
     rows: tuple[Ends, ...] | None
@@ -37,8 +37,8 @@ class Kept:
     def __hash__(self) -> int:
         return self._hash
 
-    def spans(self, found: Rectangle) -> list[tuple[int, int]]:
-        """Which keys of a rectangle any of its rows keeps, counted as its keys are; in order, and apart."""
+    def spans(self, found: RingRectangle) -> list[tuple[int, int]]:
+        """The keys of a rectangle that any of its rows keeps, as ordered separate spans in the rectangle's indices."""
         document, (first, last) = found.origin.head, found.kept
         spans: set[tuple[int, int]] = set()
         for t in range(found.rows) if self.rows is not None else ():
@@ -54,8 +54,8 @@ class Kept:
             for a, b in _joined(whole if self.keys is None else self._of_keys(found, whole))
         ]
 
-    def _of_keys(self, found: Rectangle, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Those keys of spans that rows of the rectangle keep."""
+    def _of_keys(self, found: RingRectangle, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """The keys in spans that some row of the rectangle keeps."""
         origin, (first, last) = found.origin, found.kept
         assert self.keys is not None
         for a, b in _joined(spans):
@@ -66,9 +66,9 @@ class Kept:
                     yield u, u + 1
 
     def pairs(self, lengths: Sequence[int], band: Band) -> list[list[int]]:
-        """Of each document that attends to itself, how many pairs its first rows keep, from 0 rows on to all.
+        """For each document that attends to itself, the pairs that its first rows keep, for 0 rows up to all.
 
-        Of a mask that bounds both, those that rows keep.
+        If a mask bounds rows and keys, the bounds of rows alone are counted.
         """
         found = []
         for document, length in enumerate(lengths):
@@ -92,7 +92,7 @@ class Kept:
 
 
 def _joined(spans: Sequence[tuple[int, int]] | Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans in order without those that others touch."""
+    """Ordered spans, with spans that touch or overlap joined."""
     found: list[tuple[int, int]] = []
     for start, stop in spans:
         if found and start <= found[-1][1]:

@@ -1,4 +1,4 @@
-"""Kinds of calls: what ranks agree on once, and keep for every later call of the same layouts and options."""
+"""What calls over ranks share: ranks agree on it once, and later calls of the same shapes and options reuse it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from flashtile.core.errors import ExchangeError, InvalidInputError, UnsupportedE
 from flashtile.core.states import in_one, sinks_gradient
 from flashtile.distributed.copies import Copies, may_copy, reach
 from flashtile.distributed.exchange import Line, Messages, add_up, agree, any_of, refuse_differences, shortened
-from flashtile.distributed.heads import Heads
-from flashtile.distributed.launches import OfRows, Part, Wholes, four, has_pairs, with_
+from flashtile.distributed.heads import HeadExchange
+from flashtile.distributed.launches import OfRows, RankPart, Wholes, four, has_pairs, with_
 from flashtile.distributed.layouts import Dealt, ranges, shard_length
 from flashtile.distributed.plan import make_plan
 from flashtile.distributed.spec import Saved, Spec, Whole, saved_of
@@ -28,18 +28,18 @@ from flashtile.distributed.steps import Steps
 from flashtile.ops import dispatch
 
 COMMS = ("auto", "ring", "allgather", "ulysses")
-# Operations of a Hopper GPU, 600 TFLOPS in 16 bits, in the time of a byte over its NVLink, 249 GB/s; and some to spare.
+# Operations that a Hopper GPU does (600 TFLOPS in 16 bits) while one byte crosses NVLink (249 GB/s), with a margin.
 _HIDDEN = 3000
-# What a rank says that others need not say.
+# Values that ranks exchange but that may differ between them.
 _OWN = dict.fromkeys(("reach", "rows_q", "rows_k"), 0)
 
 
-def make_kind(spec: Spec, t: Tensors) -> Kind:
-    """Compares the call with those of the other ranks, and prepares it; all ranks raise the same.
+def make_kind(spec: Spec, t: Tensors) -> RingKind:
+    """Compares the call with the other ranks' calls, and prepares it. All ranks raise the same error.
 
     Raises:
-        InvalidInputError: Naming what differs between ranks, or what a rank was called with that is not valid.
-        UnsupportedError: On some rank no backend can run it, or it is not supported here.
+        InvalidInputError: Names the argument that differs between ranks, or is not valid on some rank.
+        UnsupportedError: On some rank no backend can run the call, or calls over ranks do not support it.
         ExchangeError: A rank did not answer.
     """
     refused: list[str] = []
@@ -59,11 +59,13 @@ def make_kind(spec: Spec, t: Tensors) -> Kind:
             raise UnsupportedError(f"on rank {rank}: {message}")
     refuse_differences(spec.ranks, [{**record, **_OWN} for record in everyone])
     _check_rows(spec, everyone)
-    return Kind(spec, t, spec.comm in ("auto", "ring") and may_copy(spec.ranks, [each["reach"] for each in everyone]))
+    return RingKind(
+        spec, t, spec.comm in ("auto", "ring") and may_copy(spec.ranks, [each["reach"] for each in everyone])
+    )
 
 
 def _said(spec: Spec, t: Tensors) -> dict[str, Any]:
-    """What ranks must have alike, by argument, but for ``rows_q`` and ``rows_k``."""
+    """By argument, the values that must be the same on all ranks; only ``rows_q`` and ``rows_k`` may differ."""
     o, axis = spec.options, 0 if spec.packed else 1
 
     def kind(x: Tensor | None) -> str | None:
@@ -98,7 +100,7 @@ def _said(spec: Spec, t: Tensors) -> dict[str, Any]:
 
 
 def _check_rows(spec: Spec, everyone: list[dict[str, Any]]) -> None:
-    """Raises if a rank does not hold the rows that its shard has."""
+    """Raises if the number of rows on some rank is not its shard's."""
     ring, parts, members = spec.ranks.ring.size, spec.ranks.ulysses.size, spec.ranks.members
     for side, lengths, inferred in zip("qk", (spec.lengths_q, spec.lengths_k), spec.inferred, strict=True):
         total, first = sum(lengths), everyone[0][f"rows_{side}"]
@@ -115,7 +117,7 @@ def _check_rows(spec: Spec, everyone: list[dict[str, Any]]) -> None:
 
 
 def _check(spec: Spec, t: Tensors) -> None:
-    """Raises for what is wrong with this rank's call, whatever the others say."""
+    """Raises if this rank's call is wrong, whatever the other ranks call."""
     problem = _of_this_rank(spec, t)
     heads = _lines(spec, problem)[0]
     if spec.packed and len(spec.lengths_q) != len(spec.lengths_k):
@@ -137,7 +139,7 @@ def _check(spec: Spec, t: Tensors) -> None:
 
 
 def _of_this_rank(spec: Spec, t: Tensors) -> Problem:
-    """The problem of this rank's tensors; where documents are packed, of as many as there are, without their bounds."""
+    """The problem of this rank's tensors. Packed documents are counted; their bounds are not needed."""
     bounds = torch.zeros(len(spec.lengths_q) + 1, dtype=torch.int32, device=t.q.device) if spec.packed else None
     mine: dict[str, Any] = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
     if not (has_pairs(t) or t.operands is not None):
@@ -145,7 +147,7 @@ def _of_this_rank(spec: Spec, t: Tensors) -> Problem:
     alone: dict[str, Any] = dict.fromkeys(("attn_mask", "attn_bias", "row_keys", "key_rows", "operands", "numbers"))
     options = dataclasses.replace(spec.options, mods=(), grads=Grads(*spec.options.grads[:3]))
     problem = Problem.of(dataclasses.replace(t, **mine, **alone), options)
-    # What there is of pairs is of the whole: checked on tensors without data, of its lengths.
+    # Tensors by pair belong to the whole call: they are checked on tensors without data that have the whole's lengths.
     values = {name: x for name in TENSORS if isinstance(x := getattr(t, name), Tensor)}
     for name, lengths in (("q", spec.lengths_q), ("k", spec.lengths_k), ("v", spec.lengths_k)):
         x = values[name]
@@ -163,17 +165,17 @@ def _of_this_rank(spec: Spec, t: Tensors) -> Problem:
 
 
 def _needs_places(spec: Spec, t: Tensors) -> bool:
-    """Whether positions count beyond the mask."""
+    """Whether results depend on positions in more ways than by the mask."""
     return has_pairs(t) or bool(spec.options.mods) or _tells_origins(spec, t)
 
 
 def _tells_origins(spec: Spec, t: Tensors) -> bool:
-    """Whether kernels must know them."""
+    """Whether kernels need the origins of sequences."""
     return t.alibi_slopes is not None or spec.options.dropout_p > 0
 
 
 def _lines(spec: Spec, problem: Problem) -> tuple[Line, Line]:
-    """The ranks that exchange heads, and those of the ring."""
+    """The ranks that exchange heads, and the ranks of the ring."""
     ring, ulysses = spec.ranks.ring, spec.ranks.ulysses
     alone = Line(None, 0, (ring.members[ring.rank],))
     if chosen(spec, problem) != "ulysses":
@@ -186,21 +188,22 @@ def _lines(spec: Spec, problem: Problem) -> tuple[Line, Line]:
 
 
 def _is_line(spec: Spec) -> bool:
-    """Whether ranks that exchange heads are all there are, with contiguous shards: without heads they are a ring."""
+    """Whether all ranks exchange heads and hold contiguous shards: if heads cannot be exchanged, they form a ring."""
     return spec.ranks.ring.size == 1 and isinstance(spec.layout, str)
 
 
 def _repeats(problem: Problem, heads: Line) -> int:
-    """How often each key head is sent, so that the ranks that exchange heads divide them."""
+    """How many copies of each key head are sent, so that the ranks that exchange heads divide the copies evenly."""
     return heads.size // math.gcd(problem.num_heads_kv, heads.size)
 
 
 def chosen(spec: Spec, problem: Problem) -> str:
-    """What ``comm`` means for a call; "auto" is the ring where kernels hide it, or else what sends the fewest bytes.
+    """What ``comm`` means for a call. "auto" is the ring if kernels hide it, else the way that sends fewer bytes.
 
-    They hide it from ``_HIDDEN`` operations on, for each byte that a rank sends. Keys go once to each other rank, and
-    again in the backward with their gradients in float32; heads of q, k, v and out go once, and in the backward those
-    of dout and the gradients. Along a mesh's dimension ulysses heads are exchanged whatever ``comm`` is.
+    Kernels hide the ring if there are at least ``_HIDDEN`` operations for each byte that a rank sends. Around the ring,
+    keys go once to each other rank, and once more in the backward, with their gradients in float32. Heads of q, k, v
+    and out are sent once, and in the backward the heads of dout and of the gradients. If the mesh has a dimension
+    "ulysses", heads are exchanged along it whatever ``comm`` is.
     """
     n, p = spec.ranks.ring.size, problem
     if spec.comm != "auto":
@@ -209,7 +212,7 @@ def chosen(spec: Spec, problem: Problem) -> str:
         return "ring"
     width, size, both = p.head_dim + p.head_dim_v, p.dtype.itemsize, p.needs_grad
     keys, rows = (sum(x) * h * width for x, h in ((spec.lengths_k, p.num_heads_kv), (spec.lengths_q, p.num_heads_q)))
-    # Of all ranks, over n - 1.
+    # Bytes sent by all ranks, divided by n - 1.
     around = keys * (2 * size + p.lse_dtype.itemsize if both else size)
     across = (keys + rows) * size * (2 if both else 1) / n
     pairs = sum(spec.band.count(*lengths) for lengths in zip(spec.lengths_q, spec.lengths_k, strict=True))
@@ -219,10 +222,10 @@ def chosen(spec: Spec, problem: Problem) -> str:
 
 
 def _messages(spec: Spec, ring: Line, problem: Problem, heads: int, keys: int, q: Tensor) -> Messages | Copies:
-    """Copy engines, for shards of so many keys; the process group, with a warning, where memory cannot be mapped.
+    """Copy engines, for shards of ``keys`` keys. If memory cannot be mapped, the process group, with a warning.
 
     Raises:
-        ExchangeError: It cannot, on this rank or another one, and the setting is on.
+        ExchangeError: Memory cannot be mapped on this rank or another one, and the setting is on.
     """
     elements = keys * heads * max(problem.head_dim, problem.head_dim_v)
     sizes = {"keys": elements * problem.dtype.itemsize}
@@ -242,12 +245,12 @@ def _messages(spec: Spec, ring: Line, problem: Problem, heads: int, keys: int, q
     return made
 
 
-class Kind:
-    """What repeated calls of the same layouts and options share; the ranks have agreed on it.
+class RingKind:
+    """What repeated calls of the same layouts and options share. The ranks have agreed on it.
 
     Args:
-        spec: The calls.
-        t: Tensors that show layouts.
+        spec: Describes the calls.
+        t: Tensors of such a call; their layouts are read.
         copies: Whether copy engines carry keys around a ring.
     """
 
@@ -258,7 +261,7 @@ class Kind:
         batch = 1 if spec.packed else problem.batch
         lengths_q, lengths_k = (x if batch else (0,) for x in (spec.lengths_q, spec.lengths_k))
         batch, layout = max(batch, 1), spec.layout
-        self._heads: tuple[Heads, Heads] | None = None
+        self._heads: tuple[HeadExchange, HeadExchange] | None = None
         if heads.size > 1:
             made = [self._exchange(heads, ring, lengths, batch, t.q.device) for lengths in (lengths_q, lengths_k)]
             self._heads = made[0], made[1]
@@ -274,16 +277,19 @@ class Kind:
             lengths_q, lengths_k, ring.size, ring.rank, layout, spec.band, batch=batch, origins=_needs_places(spec, t),
             whole=most is not None, intervals=spec.intervals,
         )  # fmt: skip
-        part = Part(problem.num_heads_q, self._some.start, _tells_origins(spec, t), problem.large_scores)
+        part = RankPart(problem.num_heads_q, self._some.start, _tells_origins(spec, t), problem.large_scores)
         messages: Messages | Copies = Messages(ring)
         if copies and ring.size > 1 and ring is spec.ranks.ring and spec.comm != "allgather":
             kv, keys = problem.num_heads_kv * self._repeats // heads.size, shard_length(sum(lengths_k), ring.size, 0)
             messages = _messages(spec, ring, problem, kv, keys * batch, t.q)
-        # As keys that leave first are to their sums, which return last.
+        # The share of the first half is the bytes of keys, which leave beside it, over these and the sums' bytes, which
+        # return last.
         share = problem.dtype.itemsize / (problem.dtype.itemsize + problem.lse_dtype.itemsize)
         self._steps = Steps(plan, ring, spec.options, part, t.q.device, messages, most, share, self._repeats == 1)
 
-    def _exchange(self, heads: Line, ring: Line, lengths: tuple[int, ...], batch: int, device: torch.device) -> Heads:
+    def _exchange(
+        self, heads: Line, ring: Line, lengths: tuple[int, ...], batch: int, device: torch.device
+    ) -> HeadExchange:
         ranks, layout = self.spec.ranks, self.spec.layout
         if heads is ranks.ring:
             shards = [ranges(lengths, heads.size, i, layout) for i in range(heads.size)]
@@ -291,10 +297,10 @@ class Kind:
             mine = shard_length(sum(lengths), ring.size, ring.rank)
             ends = [0, *itertools.accumulate(shard_length(mine, heads.size, i) for i in range(heads.size))]
             shards = [(range(*pair),) for pair in itertools.pairwise(ends)]
-        return Heads(heads, shards, batch, device)
+        return HeadExchange(heads, shards, batch, device)
 
     def forward(self, t: Tensors) -> tuple[Tensor, Tensor | None, Saved]:
-        """Returns out and, if it is wanted, lse, in the shapes of ``api.attention``; and what the backward needs."""
+        """Returns out and lse (None if not wanted) in the shapes of ``api.attention``, and what the backward needs."""
         q, k, v = (x if self.spec.packed else x.flatten(0, 1) for x in (t.q, t.k, t.v))
         sinks, slopes = t.sinks, t.alibi_slopes
         if self._heads is not None:
@@ -314,7 +320,7 @@ class Kind:
         return self._like_q(out_here, t.q), None if lse_here is None else self._lse_like_q(lse_here, t.q), saved
 
     def _pairs(self, t: Tensors) -> dict[str, Any]:
-        """Masks and biases of this rank's heads."""
+        """The parts of masks and biases for this rank's heads."""
         if self._heads is None or not has_pairs(t):
             return {}
         given = {name: getattr(t, name) for name in ("attn_mask", "attn_bias", "row_keys", "key_rows")}
@@ -324,7 +330,7 @@ class Kind:
         }
 
     def backward(self, saved: Saved, t: Tensors, dout: Tensor, dlse: Tensor | None) -> Whole:
-        """The gradients that are wanted; t has the whole bias, and what functions read."""
+        """The gradients that are wanted. ``t`` has the whole bias, and the tensors that functions read."""
         q_like = dout
         if not self.spec.packed:
             dout = dout.flatten(0, 1)
@@ -347,7 +353,7 @@ class Kind:
         return Whole(dq, dk, dv, dsinks, *self._of_wholes(wholes, t))
 
     def _of_wholes(self, wholes: Wholes | None, t: Tensors) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        """The gradients of a bias and of what functions read, over all ranks' rows."""
+        """The gradients of a bias and of the tensors that functions read, summed over all ranks' rows."""
         if wholes is None:
             return None, ()
         dbias = None
@@ -356,7 +362,7 @@ class Kind:
             if found.shape != whole.shape:
                 found = torch.zeros_like(whole, dtype=found.dtype, memory_format=torch.contiguous_format)
                 found[:, self._some] = wholes.bias
-            # Of heads that no rank shares, those of the others are zeros.
+            # If each rank has some of the heads, the gradients of the other heads are zeros here.
             found = add_up(self.spec.ranks, "the sum of the gradients of attn_bias", found)
             dbias = found.view(t.attn_bias.shape).to(t.attn_bias.dtype)
         what = "the sum of the gradients of what score_mod reads"
@@ -365,7 +371,7 @@ class Kind:
         return dbias, tuple(None if x is None else x.to(like.dtype) for x, like in pairs)
 
     def _of_keys(self, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """The gradient of k or v in its place; of repeated heads from those in float32."""
+        """The gradient of k or v in the rank's rows; gradients of repeated heads are summed in float32."""
         if x is None:
             return None
         if self._heads is not None:
@@ -375,7 +381,7 @@ class Kind:
         return x if self.spec.packed else x.unflatten(0, (self._problem.batch, self._keys))
 
     def _dsinks(self, sinks: Tensor, rows: OfRows) -> Tensor:
-        """The gradient of sinks over all ranks' rows."""
+        """The gradient of sinks, summed over all ranks' rows."""
         dtype = rows.lse.dtype
         delta = (rows.dout.to(dtype) * rows.out.to(dtype)).sum(-1).t()
         if rows.dlse is not None:

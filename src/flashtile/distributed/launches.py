@@ -1,4 +1,4 @@
-"""The packed calls of a step: the backend's plans of them, made when they are first needed; stages; running results."""
+"""The packed calls of a step, with backend plans that are made when first needed; stages; running results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flashtile.call.arguments import Grads, Options, Tensors
 from flashtile.call.backend import Backward, Chain, Forward, Gradients
 from flashtile.call.problem import Problem
 from flashtile.core.states import Partial, in_parts
-from flashtile.distributed.calls import Call
-from flashtile.distributed.plan import Plan, Step
-from flashtile.distributed.ring import Share
+from flashtile.distributed.calls import RingCall
+from flashtile.distributed.plan import Plan
+from flashtile.distributed.ring import OwnShare, RingStep
 from flashtile.ops import dispatch
 from flashtile.ops import operators as ops
 
@@ -24,12 +24,12 @@ from flashtile.ops import operators as ops
 Keys = tuple[Tensor, Tensor]
 
 
-class Part(NamedTuple):
-    """Which part of the whole call a rank's tensors are.
+class RankPart(NamedTuple):
+    """The part of the whole call that a rank's tensors are.
 
     Attributes:
-        heads: Query heads of the whole.
-        first_head: The first of this rank's.
+        heads: Query heads of the whole call.
+        first_head: The rank's first query head.
         with_origins: Whether kernels are told where sequences lie in the whole.
         large_scores: ``Problem.large_scores``.
     """
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 class OfRows(NamedTuple):
-    """What the backward needs of the rows, contiguous; see ``call.backend.Backward``."""
+    """The tensors by row that the backward needs, contiguous; see ``call.backend.Backward``."""
 
     out: Tensor
     lse: Tensor
@@ -50,7 +50,7 @@ class OfRows(NamedTuple):
     wholes: Wholes | None = None
 
     def of(self, rows: tuple[int, int]) -> OfRows:
-        """That of some of them."""
+        """The same tensors for some of the rows."""
         if rows == (0, self.out.shape[0]):
             return self
         some, dlse = slice(*rows), self.dlse
@@ -75,11 +75,11 @@ def with_(t: Tensors, **changes: Any) -> Tensors:
 
 
 class Wholes(NamedTuple):
-    """Sums of the gradients of what belongs to pairs of the whole, in the shapes of a call's tensors.
+    """Sums of the gradients of tensors by pair of the whole call, in the shapes of a call's tensors.
 
     Attributes:
-        bias: Of attn_bias, four dimensions, in lse's dtype; None if it is not wanted.
-        operands: Of what score mods read, or empty.
+        bias: Sums for attn_bias, of four dimensions, in lse's dtype; None if not wanted.
+        operands: Sums for the tensors that score mods read, or empty.
     """
 
     bias: Tensor | None
@@ -87,7 +87,7 @@ class Wholes(NamedTuple):
 
     @classmethod
     def zeros(cls, t: Tensors, grads: Grads) -> Wholes:
-        """Those of nothing."""
+        """Sums that are zero."""
         bias = None
         if grads.bias and t.attn_bias is not None:
             bias = torch.zeros_like(four(t.attn_bias), dtype=wide(t), memory_format=torch.contiguous_format)
@@ -96,9 +96,9 @@ class Wholes(NamedTuple):
 
 
 class CallPlan:
-    """One call of a step with the backend's plans of it, made when they are first needed."""
+    """One call of a step, with backend plans that are made when first needed."""
 
-    def __init__(self, call: Call, options: Options, part: Part, device: torch.device, is_last: bool) -> None:
+    def __init__(self, call: RingCall, options: Options, part: RankPart, device: torch.device, is_last: bool) -> None:
         self._bounds, band = (call.cu_seqlens_q, call.cu_seqlens_k), call.band
         self.options = dataclasses.replace(
             options,
@@ -108,7 +108,7 @@ class CallPlan:
             max_seqlen_k=call.max_seqlen_k,
             grads=options.grads._replace(sinks=False),
         )
-        # Of what each mod reads, how many tensors there are.
+        # The number of tensors that each mod reads.
         self._read: tuple[int, ...] = ()
         if options.mods:
             self._read, self.options = _of_parts(self.options)
@@ -116,16 +116,16 @@ class CallPlan:
         if call.cu_seqlens_k != call.cu_seqlens_q:
             self._bounds_k = _int32(call.cu_seqlens_k, device)
         self._origins: Tensor | None = None
-        self._places: Places | None = None
+        self._places: CallPlaces | None = None
         if call.origins:
             if part.with_origins:
                 rows = [o._replace(head=o.head * part.heads + part.first_head) for o in call.origins]
                 self._origins = _int32(rows, device)
             self._entries = _int32([o.head for o in call.origins], device)
             self._table = _int32([(*o[:5], part.first_head) for o in call.origins], device)
-            self._places = Places(call, device)
+            self._places = CallPlaces(call, device)
         self._is_last = is_last
-        # Whether dk and dv are in the keys' dtype: no others are added to them.
+        # Whether dk and dv are in the keys' dtype, since no other call adds to them.
         self.rounds = False
         self._forward: Forward | None = None
         self._backwards: dict[Any, Backward] = {}
@@ -147,7 +147,7 @@ class CallPlan:
         return given
 
     def forward(self, t: Tensors, keys: Keys, state: Partial | None, into: Tensor | None = None) -> Partial:
-        """The state after these keys; in q's dtype if the call is the last, whose out may be written into a tensor."""
+        """The state after these keys. The last call returns q's dtype, and writes out into ``into`` if it is given."""
         given = self._given(t, keys)
         if self._forward is None:
             dtype = t.q.dtype if self._is_last else wide(t)
@@ -158,9 +158,9 @@ class CallPlan:
         self, t: Tensors, keys: Keys, rows: OfRows, sums: Gradients | None, chain: Chain | None = None,
         heads: tuple[int, int] | None = None,
     ) -> Gradients:  # fmt: skip
-        """The sums with this call's gradients added; new ones if there are none. Heads: see ``Chain``."""
+        """The sums, with this call's gradients added; new ones if there are none. ``heads``: see ``Chain``."""
         given = self._given(t, keys)
-        # Hooks of saved tensors may have given q other strides; all others are contiguous.
+        # Hooks of saved tensors may have changed the strides of q; all other tensors are contiguous.
         key = t.q.stride(), t.q.data_ptr() % 16, rows.dlse is None
         run: Any = self._backwards.get(key)
         if run is None:
@@ -182,7 +182,7 @@ class CallPlan:
         return found
 
     def may_chain(self, t: Tensors) -> bool:
-        """Whether the call may be one of a ``Chain``; t has any keys."""
+        """Whether the call may be part of a ``Chain``. ``t`` may have any keys."""
         if has_pairs(t) or t.operands is not None:
             return False
         bounds_q, bounds_k = self._bounds
@@ -197,7 +197,7 @@ class CallPlan:
 
 
 def _of_parts(options: Options) -> tuple[tuple[int, ...], Options]:
-    """How many tensors each mod reads, and the options with mods that read where sequences lie in the whole too."""
+    """The number of tensors that each mod reads, and options with mods that also read the places of sequences."""
     from flashtile.mods.graph import parse  # what few programs need is not loaded by all
     from flashtile.mods.parts import of_part
 
@@ -210,24 +210,24 @@ def _of_parts(options: Options) -> tuple[tuple[int, ...], Options]:
 
 
 def has_pairs(t: Tensors) -> bool:
-    """Whether a call has tensors with an element for a pair, a row or a key of the whole."""
+    """Whether a call has tensors with an element for each pair, row or key of the whole."""
     return any(x is not None for x in (t.attn_mask, t.attn_bias, t.row_keys, t.key_rows))
 
 
 def four(x: Tensor) -> Tensor:
-    """A mask or a bias with all its dimensions."""
+    """A mask or a bias as a tensor of four dimensions."""
     return x[(None,) * (4 - x.dim())]
 
 
-class Places:
-    """Where a call's sequences lie in the whole, and so which parts of masks and biases of the whole are theirs.
+class CallPlaces:
+    """The places of a call's sequences in the whole; they select the parts of the whole's masks and biases.
 
     Args:
-        call: It has origins.
-        device: Of the tensors.
+        call: A call with origins.
+        device: The device of the tensors.
     """
 
-    def __init__(self, call: Call, device: torch.device) -> None:
+    def __init__(self, call: RingCall, device: torch.device) -> None:
         lengths = [[b - a for a, b in itertools.pairwise(x)] for x in (call.cu_seqlens_q, call.cu_seqlens_k)]
         self._longest = call.max_seqlen_q, call.max_seqlen_k
         values = [
@@ -240,12 +240,12 @@ class Places:
         self._sides = (sides[0], sides[1], sides[4]), (sides[2], sides[3], sides[5])
 
     def fill(self, given: Tensors, t: Tensors, bias_grad: bool) -> None:
-        """Gives the call its parts of what the whole has."""
+        """Sets the call's parts of the whole's masks, biases and intervals."""
         if t.attn_mask is not None:
             given.attn_mask = self._part(t.attn_mask)
         if t.attn_bias is not None:
             bias = self._part(t.attn_bias)
-            # Gradients of many calls are added up.
+            # The gradients of several calls are summed, in float32.
             given.attn_bias = bias.to(wide(t)) if bias_grad else bias
         for name, mine, others in (("row_keys", 0, 1), ("key_rows", 1, 0)):
             ends = getattr(t, name)
@@ -253,7 +253,7 @@ class Places:
                 setattr(given, name, self._ends(ends, mine, others))
 
     def add(self, total: Tensor, part: Tensor | None) -> None:
-        """Adds the gradient of a part to that of the whole."""
+        """Adds the gradient of a part to the gradient of the whole."""
         assert part is not None
         b, (row, key) = self._entries(total), (self._positions(total, side) for side in (0, 1))
         heads = torch.arange(total.shape[1], device=total.device)
@@ -264,7 +264,7 @@ class Places:
         return self._entry if x.shape[0] > 1 else torch.zeros_like(self._entry)
 
     def _positions(self, x: Tensor, side: int) -> Tensor:
-        """Of each sequence's rows, or keys, their places in a tensor of the whole; ``(sequences, longest or 1)``."""
+        """The index of each sequence's rows or keys in a tensor of the whole; ``(sequences, longest or 1)``."""
         size, (first, step, _) = x.shape[2 + side], self._sides[side]
         if size == 1:
             return torch.zeros_like(first)[:, None]
@@ -272,13 +272,13 @@ class Places:
         return (first[:, None] + step[:, None] * each).clamp(0, size - 1)
 
     def _part(self, x: Tensor) -> Tensor:
-        """``(sequences, heads or 1, longest rows or 1, longest keys or 1)`` of a mask or a bias."""
+        """The sequences' parts of a mask or bias: ``(sequences, heads or 1, longest rows or 1, longest keys or 1)``."""
         x = four(x)
         row, key = (self._positions(x, side) for side in (0, 1))
         return x[self._entries(x)[:, None, None], :, row[:, :, None], key[:, None, :]].permute(0, 3, 1, 2)
 
     def _ends(self, ends: Tensor, mine: int, others: int) -> Tensor:
-        """Intervals of the other side, counted from its first of each sequence, as far as it has them."""
+        """Intervals of the other side for each sequence, as indices of the sequence, cut at its ends."""
         place = ends[..., 0]
         size, (first, step, _) = place.shape[2], self._sides[mine]
         at = torch.zeros_like(first)[:, None]
@@ -286,45 +286,45 @@ class Places:
             at = first[:, None] + step[:, None] * torch.arange(self._longest[mine], device=ends.device)
         found = ends[self._entries(ends)[:, None], :, at.clamp(0, size - 1)].transpose(1, 2)
         first, step, length = (x[:, None, None, None] for x in self._sides[others])
-        # The first of every so many that is not before an end.
+        # Positions of a sequence are ``step`` apart: the first index that is not before the end.
         found = -((first - found) // step.clamp(min=1))
         return torch.minimum(found.clamp(min=0), length).to(torch.int32).contiguous()
 
 
 def wide(t: Tensors) -> torch.dtype:
-    """The dtype of results to which others are added, that of lse."""
+    """The dtype of results to which others are added, which is lse's dtype."""
     return torch.promote_types(t.q.dtype, torch.float32)
 
 
 def _int32(values: Sequence[Any], device: torch.device) -> Tensor:
-    # A training step could not save a tensor that was made in inference mode.
+    # A training step cannot save a tensor that was made in inference mode.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 class Stage(NamedTuple):
-    """A step with its launches, and the steps before and after it: what of theirs is posted before the launches.
+    """A step with its launches, and the steps before and after it, with transfers that are posted before the launches.
 
     Attributes:
-        here: The step; after the last one it may be none.
-        before: Its sums leave now, or come back.
-        following: Its keys and sums arrive.
-        launches: The step's calls; of step 0 those of the forward that keys of other steps are merged into.
+        here: The step; an empty one after the last step.
+        before: The step before. Its sums leave now, or come home.
+        following: The step after. Its keys and sums arrive.
+        launches: The step's calls. For step 0, the forward's calls into which the keys of other steps are merged.
     """
 
-    here: Step
-    before: Step
-    following: Step
+    here: RingStep
+    before: RingStep
+    following: RingStep
     launches: list[CallPlan]
 
 
-def stages_of(plan: Plan, launches_of: Callable[[Step], list[CallPlan]]) -> list[Stage]:
-    """The stages of a plan, in order; the first is that of step 0."""
+def stages_of(plan: Plan, launches_of: Callable[[RingStep], list[CallPlan]]) -> list[Stage]:
+    """The stages of a plan, in order. The first runs step 0."""
     steps = {step.number: step for step in plan.steps}
     after = {step.number + 1 for step in plan.steps if step.sums_to is not None or step.sums_back is not None}
     found = []
     for number in sorted({*steps, *(number - 1 for number in steps if number), *after}):
-        here, before, following = (steps.get(number + i, Step(number + i, 0, (), ())) for i in (0, -1, 1))
+        here, before, following = (steps.get(number + i, RingStep(number + i, 0, (), ())) for i in (0, -1, 1))
         found.append(Stage(here, before, following, launches_of(here)))
     return found
 
@@ -334,19 +334,21 @@ class Running:
 
     Args:
         t: The tensors of all rows.
-        share: Which rows, and which of the rank's own keys they see.
-        sinks: Of each head, a key whose value is 0.
-        into: What gets the rows' out.
+        share: The rows, and the own keys that they see.
+        sinks: For each head, the score of a key with value 0.
+        into: A tensor that receives the rows' out.
         large_scores: ``Problem.large_scores``.
     """
 
-    def __init__(self, t: Tensors, share: Share, sinks: Tensor | None, into: Tensor | None, large_scores: bool) -> None:
+    def __init__(
+        self, t: Tensors, share: OwnShare, sinks: Tensor | None, into: Tensor | None, large_scores: bool
+    ) -> None:
         self._t, self._large_scores = some_of(t, share.rows, share.keys), large_scores
         self._into = None if into is None else into[slice(*share.rows)]
         self._state = None if sinks is None else self._start(sinks)
 
     def add(self, launches: Iterable[CallPlan], keys: Keys | None = None) -> None:
-        """Merges the results of calls, over the own keys if no others are given."""
+        """Merges the results of calls over ``keys``, by default over the own keys."""
         for launch in launches:
             self._state = launch.forward(self._t, keys or (self._t.k, self._t.v), self._state, self._into)
 

@@ -1,15 +1,15 @@
-"""Layouts: which rows of a sequence, or of packed documents, a rank holds, as arithmetic on integers.
+"""Layouts: the rows of a sequence, or of packed documents, that each rank holds, as arithmetic on integers.
 
-Lengths are those of the documents, one after another in one stream of rows; a dense call is one document, the same for
-each entry of its batch. Under every layout rank r of N holds ``total // N`` rows, and one more if ``r < total % N``:
-shards may be uneven, and empty. A rank's rows are in the order of their documents and positions.
+``lengths`` are the documents' lengths. Documents follow one another in one stream of rows; a dense call is one
+document, the same for each entry of its batch. Under every layout rank r of N holds ``total // N`` rows, and one more
+if ``r < total % N``: shards may be uneven, and empty. A rank's rows are in the order of their documents and positions.
 
-- ``contiguous``: the r-th of N parts of the stream.
-- ``striped``: every N-th row of the stream, from row r on.
-- ``zigzag``: of each document the parts r and 2N - 1 - r of 2N, so that all ranks have equal work under a causal mask.
-  Parts of a document differ by one row at most; rows that do not divide are dealt to the ranks in turn, on from
-  document to document.
-- ``Dealt``: whatever it says, which ``dealing`` makes of a mask. Its rows are in its order.
+- ``contiguous``: part r of N equal parts of the stream.
+- ``striped``: every N-th row of the stream, starting with row r.
+- ``zigzag``: parts r and 2N - 1 - r of each document's 2N parts, so that all ranks have equal work under a causal mask.
+  Parts of a document differ by at most one row. The remaining rows are dealt to the ranks in turn, and the turn goes on
+  from document to document.
+- ``Dealt``: explicit spans, which ``dealing`` makes for a mask, in their own order.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LAYOUTS: tuple[Name, ...] = get_args(Name)
 
 @dataclass(frozen=True)
 class Dealt:
-    """A layout of documents of certain lengths, made for a mask by ``deal``; the same on all ranks.
+    """A layout for documents of given lengths, made for a mask by ``deal``. It is the same on all ranks.
 
     Attributes:
         lengths: Rows of each document.
-        spans: Of each rank, which rows it holds, in order: document, first row and number of rows.
+        spans: For each rank the rows that it holds, in order: document, first row and number of rows.
     """
 
     lengths: tuple[int, ...]
@@ -57,11 +57,11 @@ class Piece(NamedTuple):
     """Rows of one document: row t is at position ``start + stride * t``.
 
     Attributes:
-        document: Its number.
+        document: The document's number.
         start: Position of the first row in the document.
         stride: Positions from a row to the next.
         length: Rows, at least 1.
-        at: Which of the holder's rows is the first.
+        at: The index of the piece's first row among the holder's rows.
     """
 
     document: int
@@ -72,15 +72,15 @@ class Piece(NamedTuple):
 
 
 def shard_length(total: int, world: int, rank: int) -> int:
-    """Rows that a rank holds, of ``total`` in all, whatever the layout."""
+    """The number of rows that a rank holds of ``total`` rows, under every layout."""
     return total // world + (rank < total % world)
 
 
 def check_layout(layout: object) -> None:
-    """Raises for what is no layout.
+    """Raises if an object is not a layout.
 
     Raises:
-        InvalidInputError: It is neither a known name nor ``Dealt``.
+        InvalidInputError: The object is neither a known name nor ``Dealt``.
     """
     if not (isinstance(layout, Dealt) or (isinstance(layout, str) and layout in LAYOUTS)):
         known = f"must be one of {', '.join(LAYOUTS)}, or made by deal"
@@ -88,11 +88,11 @@ def check_layout(layout: object) -> None:
 
 
 def check(lengths: Sequence[int], world: int, rank: int, layout: Layout) -> None:
-    """Raises for arguments that describe no shard.
+    """Raises if arguments describe no shard.
 
     Raises:
-        InvalidInputError: An unknown layout, one for other lengths or ranks, a rank that is not in the world, or a
-            negative length.
+        InvalidInputError: The layout is unknown or made for other lengths or ranks, the rank is not in the world, or a
+            length is negative.
     """
     check_layout(layout)
     if not 0 <= rank < world:
@@ -108,18 +108,18 @@ def check(lengths: Sequence[int], world: int, rank: int, layout: Layout) -> None
 def pieces(
     lengths: Sequence[int], world: int, rank: int, layout: Layout, part: int = 0, parts: int = 1
 ) -> tuple[Piece, ...]:
-    """A rank's rows, as pieces in the order in which it holds them; none are empty, and none continues another.
+    """A rank's rows as pieces, in the order in which it holds them. No piece is empty, and none continues another.
 
     Args:
         lengths: Rows of each document, zeros included.
         world: Number of ranks.
-        rank: One of them.
-        layout: See the module.
-        part: Which part of the rank's rows, for ranks that share them by heads.
-        parts: The number of such parts, of consecutive rows, as even as shards are.
+        rank: The rank.
+        layout: See the module's docstring.
+        part: The index of a part of the rank's rows, for ranks that share these rows by heads.
+        parts: The number of such parts. Each has consecutive rows, and they are as even as shards.
 
     Raises:
-        InvalidInputError: As ``check``.
+        InvalidInputError: See ``check``.
     """
     check(lengths, world, rank, layout)
     check((), parts, part, "contiguous")
@@ -138,7 +138,7 @@ def pieces(
 def ranges(
     lengths: Sequence[int], world: int, rank: int, layout: Layout, part: int = 0, parts: int = 1
 ) -> tuple[range, ...]:
-    """The same rows as ranges of rows of the stream: what a shard takes of the whole tensor, and gives back to it."""
+    """The rows of ``pieces`` as ranges of rows of the stream: a shard is these rows of the whole tensor."""
     starts = _starts(tuple(lengths))
     first = [(starts[p.document] + p.start, p) for p in pieces(lengths, world, rank, layout, part, parts)]
     return tuple(range(at, at + p.stride * (p.length - 1) + 1, p.stride) for at, p in first)
@@ -147,7 +147,7 @@ def ranges(
 def positions(
     lengths: Sequence[int], world: int, rank: int, layout: Layout, part: int = 0, parts: int = 1
 ) -> tuple[range, ...]:
-    """The positions of the same rows, each in its own document, as rotary embeddings need them."""
+    """The positions of the rows of ``pieces``, each in its own document, as rotary embeddings need them."""
     found = pieces(lengths, world, rank, layout, part, parts)
     return tuple(range(p.start, p.start + p.stride * (p.length - 1) + 1, p.stride) for p in found)
 
@@ -159,13 +159,13 @@ def _starts(lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _span(total: int, parts: int, part: int) -> tuple[int, int]:
-    """The half-open range of a part, of ``total`` rows cut in order into parts of shard_length."""
+    """The half-open range of one part, if ``total`` rows are cut in order into parts of ``shard_length`` rows."""
     start = part * (total // parts) + min(part, total % parts)
     return start, start + shard_length(total, parts, part)
 
 
 def cut(found: Sequence[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """What pieces hold of a rank's rows from ``start`` to ``stop``."""
+    """The parts of pieces between rows ``start`` and ``stop`` of a rank."""
     for piece in found:
         first, last = max(start, piece.at), min(stop, piece.at + piece.length)
         if first < last:
@@ -173,7 +173,8 @@ def cut(found: Sequence[Piece], start: int, stop: int) -> Iterator[Piece]:
             yield Piece(piece.document, position, piece.stride, last - first, first - start)
 
 
-# A rank's pieces, without the places they have among its rows, from the first rows of the documents and the end.
+# A rank's pieces without ``Piece.at``. The functions below make them from the documents' first rows and the stream's
+# end.
 _Spans = Iterator[tuple[int, int, int, int]]
 
 
@@ -207,10 +208,10 @@ def _zigzag(starts: Sequence[int], world: int, rank: int) -> _Spans:
 
 
 def _dealt(rows: int, world: int, part: int) -> int:
-    """How many of the first rows of the stream would go to parts before this one, were rows dealt to parts in turn.
+    """How many of the stream's first ``rows`` rows go to the parts before ``part``, if rows are dealt to parts in turn.
 
-    Turns 0 to N - 1 are those of parts 0 to N - 1, and turns N to 2N - 1 of parts 2N - 1 down to N: ranks 0 to N - 1
-    twice. Of each document a part has as many rows as it would be dealt, though the parts follow one another.
+    Turns 0 to N - 1 go to parts 0 to N - 1, and turns N to 2N - 1 go to parts 2N - 1 down to N: that is ranks 0 to N -
+    1, twice. A part has as many rows of each document as it would be dealt, although the parts follow one another.
     """
     rounds, turn = divmod(rows, 2 * world)
     return rounds * part + min(turn, part, world) + max(0, turn - 3 * world + part)

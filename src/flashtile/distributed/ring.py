@@ -1,4 +1,4 @@
-"""Who sees which of whose keys in a ring, and a rank's work over its own keys in parts. Pure integers."""
+"""The keys that each rank of a ring sees, and a rank's work over its own keys in parts. Pure integers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from flashtile.core.masks import Band
-from flashtile.distributed.calls import Call, Rectangle, aligned, calls_of, rectangles, repeated, whole_documents
+from flashtile.distributed.calls import (
+    RingCall,
+    RingRectangle,
+    aligned,
+    calls_of,
+    rectangles,
+    repeated,
+    whole_documents,
+)
 from flashtile.distributed.intervals import Kept
 from flashtile.distributed.layouts import Layout, Piece, cut, pieces, shard_length
 
-if TYPE_CHECKING:
-    from flashtile.distributed.plan import Step
-
-# Rows that travel begin on a multiple, so that those of 16-bit elements begin on 16 bytes whatever their width.
+# Rows that travel begin on a multiple of this many rows, so that 16-bit elements begin on 16 bytes for every width.
 ALIGNED = 8
-# Rows of a block. Gaps of fewer rows travel too: the blocks on either side of one hold all of it.
+# Rows of a block. A gap of fewer rows travels too: together, the blocks on its two sides hold all of it.
 BLOCK = 128
 
 # Half-open ranges of rows of a shard, with all entries of the batch, in order.
@@ -26,12 +31,12 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def count(spans: Spans) -> int:
-    """Rows of spans."""
+    """Number of rows in spans."""
     return sum(stop - start for start, stop in spans)
 
 
-class Ring:
-    """Who holds what, and who needs which of whose keys; arguments as of ``make_plan``."""
+class RankRing:
+    """The rows and keys that each rank holds, and the keys that it needs. Arguments: see ``make_plan``."""
 
     def __init__(
         self, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], world: int, layout: Layout, band: Band,
@@ -50,8 +55,8 @@ class Ring:
 
     def rectangles(
         self, rank: int, source: int, rows: tuple[int, int] | None = None, keys: tuple[int, int] | None = None
-    ) -> list[Rectangle]:
-        """What a rank computes over a rank's keys, in the order of its documents; over some of them, from some rows."""
+    ) -> list[RingRectangle]:
+        """What ``rank`` computes over the keys of ``source``, by document; for some rows and keys if these are set."""
         of_rows, of_keys = within(self.rows(rank), rows), within(self.columns(source), keys)
         return [
             rectangle
@@ -61,7 +66,7 @@ class Ring:
         ]
 
     def _seen(self, rank: int, source: int) -> Spans:
-        """Which of a rank's keys another one's rows see, of one entry; with small gaps between them."""
+        """The keys of ``source`` that rows of ``rank`` see, in one entry of the batch. Small gaps are included."""
         parts = self.rectangles(rank, source)
         found = [(each.key, each.key + each.keys) for each in parts]
         if self._intervals is not None:
@@ -73,7 +78,7 @@ class Ring:
         return merged(sorted(found), self.private(source)[0][1])
 
     def _private(self, rank: int) -> tuple[tuple[int, int], list[int]]:
-        """How many rows and keys come before a rank's last documents that it holds in full, and which these are."""
+        """The rows and keys before the last documents that a rank holds in full, and the numbers of these documents."""
         first = shard_length(sum(self.lengths_q), self.world, rank), self.keys(rank)
         found: list[int] = []
         for (document, of_q), (same, of_k) in zip(
@@ -87,18 +92,18 @@ class Ring:
         return first, found
 
     def at(self, source: int, number: int) -> int | None:
-        """The rank whose step of that number uses the source's keys, if there is such a step and it needs them."""
+        """The rank that uses the keys of ``source`` in step ``number``; None if no rank needs them in that step."""
         rank = (source + number) % self.world
         return rank if 0 < number < self.world and self.seen(rank, source) else None
 
     def alike(self, source: int, number: int, other: int) -> int | None:
-        """The same, if the rank of another step uses the same ones."""
+        """``at(source, number)``, if that rank sees the same keys as rank ``other``; else None."""
         rank = self.at(source, number)
         return rank if rank is not None and self.seen(rank, source) == self.seen(other, source) else None
 
 
 def merged(found: Iterable[tuple[int, int]], rows: int) -> Spans:
-    """Spans in order as fewer ones that hold them, on multiples of ``ALIGNED`` or at the end of the rows."""
+    """Fewer spans that hold the given ones; they begin and end on multiples of ``ALIGNED``, or end at the last row."""
     spans: list[tuple[int, int]] = []
     for first, last in found:
         start, stop = first // ALIGNED * ALIGNED, min(rows, -(-last // ALIGNED) * ALIGNED)
@@ -110,7 +115,7 @@ def merged(found: Iterable[tuple[int, int]], rows: int) -> Spans:
 
 
 def _by_document(lengths: Sequence[int], world: int, layout: Layout, rank: int) -> dict[int, list[Piece]]:
-    """The pieces that a rank has of each document, in order."""
+    """The pieces of each document that a rank holds, in order."""
     found: dict[int, list[Piece]] = {}
     for piece in pieces(lengths, world, rank, layout):
         found.setdefault(piece.document, []).append(piece)
@@ -118,25 +123,80 @@ def _by_document(lengths: Sequence[int], world: int, layout: Layout, rank: int) 
 
 
 def within(held: dict[int, list[Piece]], some: tuple[int, int] | None) -> dict[int, list[Piece]]:
-    """What pieces hold of some of a rank's rows, counted from the first of these."""
+    """The parts of pieces inside a range of the rank's rows, counted from the range's first row."""
     if some is None:
         return held
     found = ((document, list(cut(of_it, *some))) for document, of_it in held.items())
     return {document: of_it for document, of_it in found if of_it}
 
 
-class Share(NamedTuple):
-    """Calls of some of a rank's rows over some of its own keys, both in a row.
+class Send(NamedTuple):
+    """Keys and values of one shard that leave for the rank that uses them in the step.
 
     Attributes:
-        rows: The first row and the end of them.
-        keys: The same of keys.
-        calls: Of these alone.
+        to: The rank that receives them.
+        source: The owner of the keys: the sender, or the source of the sender's step before.
+        spans: Rows of the shard. If the sender is not the owner, these are all rows that it received.
+    """
+
+    to: int
+    source: int
+    spans: Spans
+
+    @property
+    def keys(self) -> int:
+        """Number of keys."""
+        return count(self.spans)
+
+
+@dataclass(frozen=True)
+class RingStep:
+    """What a rank does in one step. Keys are transferred before its calls, and sums after them.
+
+    Attributes:
+        number: s, from 0 to N - 1. A plan has no step in which the rank does nothing.
+        source: The owner of the keys used, ``rank - number`` around the ring.
+        spans: The rows of the owner's shard that the rank receives; in step 0 all rows.
+        calls: What is computed. Empty if the rank only sends or only receives sums.
+        receive_from: The sender of the shard: the rank before, which used it in the step before, or the owner. None in
+            step 0 and in steps without calls.
+        sends: The shards that leave for other ranks' steps of this number.
+        sums_from: The sender of float32 sums of dk and dv, to which this step adds. None if the sums start from zero.
+        sums_to: The receiver of the sums: the next user of the shard in the chain, or its owner. None in step 0 and in
+            steps without calls.
+        sums_back: The rank that, after this step, sends home the final sums of dk and dv for some keys of this rank.
+        back: The rows of this rank's shard that those sums are for.
+    """
+
+    number: int
+    source: int
+    spans: Spans
+    calls: tuple[RingCall, ...]
+    receive_from: int | None = None
+    sends: tuple[Send, ...] = ()
+    sums_from: int | None = None
+    sums_to: int | None = None
+    sums_back: int | None = None
+    back: Spans = ()
+
+    @functools.cached_property
+    def keys(self) -> int:
+        """Number of rows of the shard that the rank receives."""
+        return count(self.spans)
+
+
+class OwnShare(NamedTuple):
+    """Calls of a range of a rank's rows over a range of its own keys.
+
+    Attributes:
+        rows: The first row, and the end of the range.
+        keys: The first key, and the end of the range.
+        calls: The calls, with indices counted from the first row and the first key.
     """
 
     rows: tuple[int, int]
     keys: tuple[int, int]
-    calls: tuple[Call, ...]
+    calls: tuple[RingCall, ...]
 
     @property
     def is_empty(self) -> bool:
@@ -146,39 +206,42 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Own:
-    """What a rank computes over its own keys, by what other ranks take part in.
+    """What a rank computes over its own keys, divided by whether other ranks take part.
 
     Attributes:
-        private: Documents that are this rank's alone, which are its last; None if there are none.
-        common: All its other rows over its other keys.
-        late: The first of these rows, up to the last that sees keys of other ranks, over the same keys.
-        rest: The rows after them, private ones among them; in common as well, if nearly all of those are late.
-        joined: Of one call, where one step has calls and few rows are late: these over the step's keys and then so many
-            own keys of theirs. None otherwise.
-        whole: The same of all common rows and keys, where these are few beside private ones.
-        asked: The rows of common over keys from the first to the last that other ranks see.
-        inside: The same over the keys before and after them; none if half or more are asked for.
+        private: Documents that this rank holds in full; they are its last ones. None if there are none.
+        common: All other rows of the rank over all its other keys.
+        remote_rows: The first rows of ``common``, up to the last row that sees keys of other ranks, over the keys of
+            ``common``.
+        local_rows: The rows after ``remote_rows``, private ones included. If nearly all rows of ``common`` are remote,
+            ``remote_rows`` is all of ``common``, and only private rows are local.
+        joined: If exactly one remote step has calls and few rows need it, one fused call: those rows over the step's
+            keys, then over their own keys. Otherwise None.
+        whole: The same fused call for all rows and keys of ``common``, if these are few beside the private ones.
+        shared_keys: The rows of ``common`` over the keys from the first to the last that other ranks see.
+        private_keys: The rows of ``common`` over the keys before and after ``shared_keys``. Empty if ``shared_keys``
+            has half of the keys or more.
     """
 
-    private: Share | None
-    common: Share
-    late: Share
-    rest: Share
-    joined: Share | None
-    whole: Share | None
-    asked: Share
-    inside: tuple[Share, ...]
+    private: OwnShare | None
+    common: OwnShare
+    remote_rows: OwnShare
+    local_rows: OwnShare
+    joined: OwnShare | None
+    whole: OwnShare | None
+    shared_keys: OwnShare
+    private_keys: tuple[OwnShare, ...]
 
 
-# Rows that stand apart must be more than an eighth, keys more than half: each call takes time of its own, and the work
-# over keys that others see comes last, beside the sums that return.
+# Local rows must be more than an eighth of the rows, and private keys more than half of the keys: each call has a cost
+# of its own, and the work over shared keys comes last, while the sums return.
 _FEW_ROWS, _FEW_KEYS = 8, 2
 
 
-def own_of(ring: Ring, rank: int, batch: int, steps: Sequence[Step]) -> Own:
-    """Step 0 in parts.
+def own_of(ring: RankRing, rank: int, batch: int, steps: Sequence[RingStep]) -> Own:
+    """Divides step 0 into parts.
 
-    Rows of some of a document do not lie together where a batch has several entries: there they do not stand apart.
+    In a batch of several entries, a range of one entry's rows is not contiguous: rows and keys are not divided there.
     """
     (rows_open, keys_open), documents = ring.private(rank)
     private = None
@@ -186,48 +249,48 @@ def own_of(ring: Ring, rank: int, batch: int, steps: Sequence[Step]) -> Own:
         lengths = [(ring.lengths_q[document], ring.lengths_k[document]) for document in documents]
         call = repeated(whole_documents(documents, lengths, ring.band, ring.origins), batch)
         ends = [shard_length(sum(x), ring.world, rank) * batch for x in (ring.lengths_q, ring.lengths_k)]
-        private = Share((rows_open * batch, ends[0]), (keys_open * batch, ends[1]), (call,))
+        private = OwnShare((rows_open * batch, ends[0]), (keys_open * batch, ends[1]), (call,))
 
-    def share(some_rows: tuple[int, int], some_keys: tuple[int, int]) -> Share:
+    def share(some_rows: tuple[int, int], some_keys: tuple[int, int]) -> OwnShare:
         found = ring.rectangles(rank, rank, some_rows, some_keys)
         sizes = some_rows[1] - some_rows[0], some_keys[1] - some_keys[0]
         if some_keys != (0, keys_open):
             found = aligned(found, sizes[0])
         calls = tuple(repeated(call, batch) for call in calls_of(found, *sizes, ring.origins))
         (a, b), (c, d) = some_rows, some_keys
-        return Share((a * batch, b * batch), (c * batch, d * batch), calls)
+        return OwnShare((a * batch, b * batch), (c * batch, d * batch), calls)
 
     rows, keys = (shard_length(sum(x), ring.world, rank) for x in (ring.lengths_q, ring.lengths_k))
     everything = (0, rows_open), (0, keys_open)
-    common = late = asked = share(*everything)
-    rest = private or Share((rows * batch,) * 2, (keys * batch,) * 2, ())
-    inside: tuple[Share, ...] = ()
+    common = remote_rows = shared_keys = share(*everything)
+    local_rows = private or OwnShare((rows * batch,) * 2, (keys * batch,) * 2, ())
+    private_keys: tuple[OwnShare, ...] = ()
     last = max((_last_row(call) for step in steps[1:] for call in step.calls), default=0)
     shared = min(rows_open, -(-last // BLOCK) * BLOCK)
     if batch == 1 and rows_open - shared > rows_open // _FEW_ROWS:
-        late, rest = share((0, shared), everything[1]), share((shared, rows), (0, keys))
+        remote_rows, local_rows = share((0, shared), everything[1]), share((shared, rows), (0, keys))
     joined = whole = None
-    if batch == 1 and 2 * late.rows[1] <= rows:
-        joined = _joined(ring, rank, steps, late.rows, None)
+    if batch == 1 and 2 * remote_rows.rows[1] <= rows:
+        joined = _joined(ring, rank, steps, remote_rows.rows, None)
     if private is not None and 2 * rows_open <= rows:
         whole = _joined(ring, rank, steps, *everything)
     seen = [span for other in range(ring.world) if other != rank for span in ring.seen(other, rank)]
     if not seen:
-        asked, inside = share(everything[0], (0, 0)), (common,)
+        shared_keys, private_keys = share(everything[0], (0, 0)), (common,)
     elif batch == 1:
         first = min(start for start, _ in seen) // BLOCK * BLOCK
         stop = min(keys_open, -(-max(stop for _, stop in seen) // BLOCK) * BLOCK)
         if keys_open - (stop - first) > keys_open // _FEW_KEYS:
-            asked = share(everything[0], (first, stop))
+            shared_keys = share(everything[0], (first, stop))
             around = ((start, end) for start, end in ((0, first), (stop, keys_open)) if start < end)
-            inside = tuple(share(everything[0], each) for each in around)
-    return Own(private, common, late, rest, joined, whole, asked, inside)
+            private_keys = tuple(share(everything[0], each) for each in around)
+    return Own(private, common, remote_rows, local_rows, joined, whole, shared_keys, private_keys)
 
 
 def _joined(
-    ring: Ring, rank: int, steps: Sequence[Step], rows: tuple[int, int], keys: tuple[int, int] | None
-) -> Share | None:
-    """Rows over the keys of the one step that has calls, followed by own ones; by default those that the rows see."""
+    ring: RankRing, rank: int, steps: Sequence[RingStep], rows: tuple[int, int], keys: tuple[int, int] | None
+) -> OwnShare | None:
+    """Rows over the keys of the one step with calls, then over own keys; by default the own keys that the rows see."""
     busy = [step for step in steps if step.number and step.calls]
     if len(busy) != 1:
         return None
@@ -235,7 +298,7 @@ def _joined(
         ends = [(each.key, each.key + each.keys) for each in ring.rectangles(rank, rank, rows)]
         keys = min((a for a, _ in ends), default=0) // ALIGNED * ALIGNED, max((b for _, b in ends), default=0)
     total = busy[0].keys + keys[1] - keys[0]
-    # No more than there is room for.
+    # Buffers have room for one shard.
     if total > shard_length(sum(ring.lengths_k), ring.world, 0):
         return None
     held: dict[int, list[Piece]] = {}
@@ -261,10 +324,10 @@ def _joined(
         for rectangle in rectangles(pieces_q, held[document], ring.band, ring.shifts[document], ring.origins)
     ]
     calls = calls_of(parts, rows[1] - rows[0], total, ring.origins)
-    return Share(rows, keys, tuple(calls)) if len(calls) == 1 else None
+    return OwnShare(rows, keys, tuple(calls)) if len(calls) == 1 else None
 
 
-def _last_row(call: Call) -> int:
-    """The end of a call's last row that has keys."""
+def _last_row(call: RingCall) -> int:
+    """The index after a call's last row that has keys."""
     bounds = zip(*map(itertools.pairwise, (call.cu_seqlens_q, call.cu_seqlens_k)), strict=True)
     return max((stop for (_, stop), (key, key_stop) in bounds if key < key_stop), default=0)

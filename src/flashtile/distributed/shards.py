@@ -1,4 +1,4 @@
-"""Rows of a whole tensor and the shards that ranks hold of it."""
+"""Conversions between a whole tensor and the shards of its rows that ranks hold."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def deal(
     window_size: Sequence[int | None] | None = None,
     block_mask: Intervals | None = None,
 ) -> Layout:
-    """The layout of sequences that attend to themselves under a mask: ranks keep as many pairs, and little travels.
+    """A layout for sequences that attend to themselves under a mask, with equal work for all ranks and few transfers.
 
-    Every rank has as many rows as under each layout, and at most 1.05 times the pairs of the mean where some layout has
-    that; of such layouts it is one with which few keys travel. Documents that fit a rank stay on one as far as that is
-    even. The same arguments give the same layout on all ranks.
+    Every rank has as many rows as under each other layout. The most pairs of a rank are at most 1.05 times the mean, if
+    some layout reaches that; among such layouts it is one for which few keys travel. A document that fits one rank
+    stays on one rank, as far as work remains even. The same arguments give the same layout on all ranks.
 
     Args:
         mesh: As in ``attention``.
@@ -44,8 +44,8 @@ def deal(
         block_mask: As in ``attention``; its values are read on the host.
 
     Returns:
-        What ``shard``, ``unshard``, ``positions`` and ``attention`` take as ``layout``: a name, or what is only for
-        these lengths and this number of ranks.
+        A value for the argument ``layout`` of ``shard``, ``unshard``, ``positions`` and ``attention``: a name, or a
+        layout for these lengths and this number of ranks alone.
 
     Raises:
         InvalidInputError: Naming the argument that does not fit.
@@ -66,18 +66,18 @@ def shard(
 ) -> Tensor:
     """This rank's rows of a tensor that every rank has in full, such as the tokens of a batch; differentiable.
 
-    Of a sequence of N ranks' rows, "contiguous" gives rank r the r-th of N parts, "striped" every N-th row from r on,
+    If N ranks share a sequence, "contiguous" gives rank r part r of N, "striped" every N-th row starting with row r,
     and "zigzag" the parts r and 2N - 1 - r of 2N, which is equal work under a causal mask. Shards differ by at most one
-    row; they may be empty. With cu_seqlens "zigzag" does it for each document, and the others for
-    all their rows as one sequence. ``deal`` makes layouts for a mask. Ranks of a dimension "ulysses" share in order
-    what a rank of "ring" would have.
+    row, and may be empty. With cu_seqlens, "zigzag" divides each document, and the others divide all rows as one
+    sequence. ``deal`` makes layouts for a mask. The ranks of a dimension "ulysses" share, in order, the rows that one
+    rank of "ring" would have.
 
     Args:
         x: Any tensor.
         mesh: As in ``attention``.
         layout: See above.
         dim: The dimension of its rows; 0 for packed documents.
-        cu_seqlens: ``(documents + 1,)`` bounds of packed documents, of which the last is the number of rows.
+        cu_seqlens: ``(documents + 1,)`` bounds of packed documents; the last bound is the number of rows.
 
     Returns:
         A copy of the rows, contiguous.
@@ -101,11 +101,11 @@ def unshard(
     *,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """The whole tensor on every rank, from the shards that ``shard`` gives them; its inverse.
+    """The whole tensor on every rank, from the shards that ``shard`` returns. It is the inverse of ``shard``.
 
-    It waits for the ranks, and for the GPU: the shards may have unequal lengths. The gradient of a shard is the sum of
-    what all ranks have for its rows, so all of them run the backward; of a loss that every rank computes from the whole
-    each counts once.
+    The call waits for the other ranks and for the GPU, because shards may have unequal lengths. The gradient of a shard
+    is the sum of all ranks' gradients for its rows, so all ranks must run the backward. If every rank computes a loss
+    from the whole tensor, each of these losses counts once.
 
     Args:
         x: This rank's rows.
@@ -115,7 +115,7 @@ def unshard(
         cu_seqlens: As in ``shard``.
 
     Raises:
-        InvalidInputError: Naming the argument that does not fit, or the shard that the layout does not give.
+        InvalidInputError: Names the argument that does not fit, or the shard that is not the layout's.
     """
     dim, length = _rows(x, dim)
     ranks, what = ranks_of(mesh), "the gathering of shards"
@@ -131,7 +131,7 @@ def unshard(
 
 
 class _Unshard(torch.autograd.Function):
-    """All ranks' rows, put where they belong."""
+    """The autograd function of ``unshard``: all ranks' rows in the whole tensor's order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, ranks: Ranks, shards: list[tuple[range, ...]]) -> Tensor:
@@ -148,7 +148,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor | None, ...]:
-        # Of many ranks 16 bits would be rounded as often.
+        # A sum in 16 bits would be rounded once for each rank.
         wide = torch.promote_types(dwhole.dtype, torch.float32)
         total = add_up(ctx.ranks, "the sum of gradients of shards", dwhole.to(wide, copy=True).contiguous())
         parts = [_part(total, ctx.dim, each) for each in ctx.mine]
@@ -164,14 +164,14 @@ def positions(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The positions of this rank's rows in the whole sequence, or in their documents, as rotary embeddings need them.
+    """The positions of this rank's rows in the whole sequence or in their documents, as rotary embeddings need them.
 
     Args:
         mesh: As in ``attention``.
         layout: As in ``shard``.
         seqlen: Length of the whole sequence; or
         cu_seqlens: bounds of packed documents.
-        device: Of the result.
+        device: The device of the result.
 
     Returns:
         ``(rows,)`` int64.
@@ -186,14 +186,14 @@ def positions(
 
 
 def _whole(seqlen: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> tuple[int, ...]:
-    """Lengths of the documents, of which there is one with seqlen."""
+    """The documents' lengths; with ``seqlen`` there is one document."""
     if (seqlen is None) == (cu_seqlens is None):
         raise InvalidInputError("seqlen", "and cu_seqlens: one of the two must be given")
     return _lengths(cu_seqlens, None if seqlen is None else integer("seqlen", seqlen, 0))
 
 
 def _rows(x: Tensor, dim: int) -> tuple[int, int]:
-    """The dimension of the rows, from 0 on, and their number."""
+    """The dimension of the rows as a number that is not negative, and the number of rows."""
     check_tensor("x", x)
     if not -x.dim() <= dim < x.dim():
         raise InvalidInputError("dim", f"is {dim}, but x has {x.dim()} dimensions")
@@ -201,7 +201,7 @@ def _rows(x: Tensor, dim: int) -> tuple[int, int]:
 
 
 def _lengths(cu_seqlens: Tensor | Sequence[int] | None, rows: int | None) -> tuple[int, ...]:
-    """Lengths of the documents; of one if there are no bounds."""
+    """The documents' lengths; without bounds there is one document."""
     if cu_seqlens is None:
         return (rows or 0,)
     lengths = document_lengths("cu_seqlens", cu_seqlens)
@@ -211,7 +211,7 @@ def _lengths(cu_seqlens: Tensor | Sequence[int] | None, rows: int | None) -> tup
 
 
 def _place(ranks: Ranks, shard: int, layout: Layout) -> tuple[int, int, Layout, int, int]:
-    """Where a shard is, as ``layouts.ranges`` takes it: ranks of the ring, one of them, and which part of its rows."""
+    """A shard's arguments for ``layouts.ranges``: ranks of the ring, a rank, the layout, a part, number of parts."""
     check_layout(layout)
     parts = ranks.ulysses.size
     return ranks.ring.size, shard // parts, layout, shard % parts, parts

@@ -1,4 +1,4 @@
-"""What a call over ranks is, what its backward needs, and what that gives."""
+"""Records of a call over ranks: the call, the tensors that its backward needs, and its gradients."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from flashtile.distributed.layouts import Layout
 
 
 class Spec(NamedTuple):
-    """A call but for its tensors.
+    """A call without its tensors.
 
     Attributes:
-        ranks: Those that share it.
-        layout: Of queries and keys.
+        ranks: The ranks that share the call.
+        layout: The layout of queries and keys.
         comm: One of ``COMMS``.
-        lengths_q: Queries of each document of the whole; of a dense call its one length.
-        lengths_k: Keys, likewise.
-        inferred: Which of the two are this rank's rows times the ranks, since nothing else was said.
+        lengths_q: Queries of each document of the whole. A dense call is one document.
+        lengths_k: Keys of each document.
+        inferred: For each of the two lengths, whether it is this rank's rows times the ranks, because no length was
+            given.
         packed: Whether documents are packed.
-        options: Its options.
+        options: The call's options.
         with_lse: Whether lse is returned.
-        intervals: What an interval mask keeps.
+        intervals: The pairs that an interval mask keeps.
     """
 
     ranks: Ranks
@@ -42,16 +43,16 @@ class Spec(NamedTuple):
 
     @property
     def band(self) -> Band:
-        """Its mask."""
+        """The call's mask."""
         return self.options.band
 
     def rows(self, q: Tensor) -> int:
-        """Rows of a sequence in a tensor, or of all documents."""
+        """The number of rows of one sequence in a tensor, or of all documents."""
         return q.shape[0 if self.packed else 1]
 
 
 class Saved(NamedTuple):
-    """What the backward needs: packed tensors, of this rank's heads where heads are exchanged."""
+    """The tensors that the backward needs, packed; if heads are exchanged, with this rank's heads."""
 
     out: Tensor
     lse: Tensor
@@ -68,12 +69,12 @@ class Saved(NamedTuple):
 
     @property
     def tensors(self) -> Tensors:
-        """Those of the call without its functions."""
+        """The call's tensors, without those that its functions read."""
         return Tensors(**{name: getattr(self, name) for name in self._fields[3:]})
 
 
 def saved_of(out: Tensor, lse: Tensor, sinks: Tensor | None, t: Tensors) -> Saved:
-    """What to save of a call."""
+    """The tensors of a call to save for its backward."""
     return Saved(out, lse, sinks, *(getattr(t, name) for name in Saved._fields[3:]))
 
 
@@ -81,12 +82,12 @@ class Whole(NamedTuple):
     """The gradients of a rank's call.
 
     Attributes:
-        dq: Of its rows.
-        dk: Of its keys.
-        dv: Likewise.
-        dsinks: Of all ranks' rows, on every rank, as what follows.
-        dbias: Of attn_bias.
-        doperands: Of what its score_mod reads.
+        dq: Gradient of the rank's rows.
+        dk: Gradient of the rank's keys.
+        dv: Gradient of the rank's values.
+        dsinks: Gradient of sinks, over all ranks' rows and on every rank, like the following ones.
+        dbias: Gradient of attn_bias.
+        doperands: Gradients of the tensors that score_mod reads.
     """
 
     dq: Tensor | None

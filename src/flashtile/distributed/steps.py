@@ -1,12 +1,12 @@
-"""The execution of a plan: the kernels of each step, the keys that travel beside them, and in the backward the sums.
+"""Runs a plan: the kernels of each step, the transfers of keys beside them, and in the backward the transfers of sums.
 
-Tensors are packed here: all of a rank's rows, ``(rows, heads, head_dim)``, entries of a batch one after another. Stage
-s runs step s of the plan while the keys of step s + 1 arrive, and while the float32 dk and dv that step s - 1 added to
-leave for their next rank or their owner. What a stage sends and receives is posted at once, in the same order on all
-ranks, and before its kernels.
+Tensors are packed here: all rows of a rank, ``(rows, heads, head_dim)``, one entry of a batch after another. Stage s
+runs step s of the plan. Meanwhile the keys of step s + 1 arrive, and the float32 dk and dv to which step s - 1 added
+leave for their next rank or their owner. All sends and receives of a stage are posted together, before its kernels, in
+the same order on all ranks.
 
-What no other rank takes part in, see ``ring.Own``, is computed while the first keys arrive, and written where it
-belongs in the dtype of the results.
+Work that no other rank takes part in (``ring.Own``) is computed while the first keys arrive. It writes its results in
+their final place and dtype.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from torch import Tensor
 
 from flashtile.call.arguments import Options, Tensors
 from flashtile.call.backend import Chain, Gradients
-from flashtile.distributed.calls import Call, in_two, of_first_rows
+from flashtile.distributed.calls import RingCall, in_two, of_first_rows
 from flashtile.distributed.copies import Copies
 from flashtile.distributed.exchange import Line, Messages, Parcel, gather, scatter_sums
-from flashtile.distributed.launches import CallPlan, Keys, OfRows, Part, Running, Stage, some_of, stages_of, wide
-from flashtile.distributed.plan import Plan, Step
-from flashtile.distributed.ring import Share, Spans
+from flashtile.distributed.launches import CallPlan, Keys, OfRows, RankPart, Running, Stage, some_of, stages_of, wide
+from flashtile.distributed.plan import Plan
+from flashtile.distributed.ring import OwnShare, RingStep, Spans
 from flashtile.distributed.sums import NO_SUMS, Sums, add, parcels, rounded
 
 
 class Steps:
-    """The steps of one rank, with all that repeated calls of one kind share.
+    """The steps of one rank, with everything that repeated calls of one kind share.
 
     Args:
-        plan: Of the ring that the line is.
+        plan: The rank's plan.
         line: The ring.
-        options: Of the call; the band is the plan's.
-        part: Which part of the whole the tensors are.
-        device: Theirs.
-        messages: What sends and receives.
-        most_keys: If all keys are gathered at once and sums scattered, rows of the largest shard; None if they travel.
-        share: Of the backward over a rank's own keys, what is done first.
-        rounds: Whether gradients of keys are wanted in their dtype, or in that of lse.
+        options: Options of the call; the band is taken from the plan.
+        part: Which part of the whole call the tensors are.
+        device: The device of the tensors.
+        messages: Sends and receives.
+        most_keys: Rows of the largest shard, if all keys are gathered at once and sums scattered; None if keys travel
+            around a ring.
+        share: The part of the backward over the rank's own keys that runs first.
+        rounds: Whether gradients of keys are wanted in the keys' dtype; else in lse's dtype.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Steps:
         plan: Plan,
         line: Line,
         options: Options,
-        part: Part,
+        part: RankPart,
         device: torch.device,
         messages: Messages | Copies,
         most_keys: int | None = None,
@@ -60,12 +61,12 @@ class Steps:
         self._rounds, self._large_scores = rounds, part.large_scores
         # Shards in a gathered tensor start on 16 bytes, whatever their width.
         self._most_keys = None if most_keys is None else -(-most_keys // 8) * 8
-        # Of each step in which sums come home, which keys they are.
+        # The keys for which sums come home, for each step in which some do.
         self._comes = [step.back for step in plan.steps if step.sums_back is not None]
         made: dict[Any, CallPlan] = {}
 
-        def launches(calls: Iterable[Call], ends: bool = False, rows: int | None = None) -> list[CallPlan]:
-            """The launches of calls; of those that end rows, the last one's results are final."""
+        def launches(calls: Iterable[RingCall], ends: bool = False, rows: int | None = None) -> list[CallPlan]:
+            """The launches of calls. ``ends``: they end their rows, so the results of the last call are final."""
             calls = [call if rows is None else of_first_rows(call, rows) for call in calls]
             found = []
             for call in calls:
@@ -75,64 +76,64 @@ class Steps:
                 found.append(made[key])
             return found
 
-        def unshared(calls: Iterable[Call]) -> list[CallPlan]:
-            """Launches of a backward whose dk and dv nothing is added to."""
+        def unshared(calls: Iterable[RingCall]) -> list[CallPlan]:
+            """Backward launches for keys that no other call adds to: dk and dv are final."""
             found = [CallPlan(call, options, part, device, True) for call in calls]
             for launch in found:
                 launch.rounds = rounds
             return found
 
-        late, common = own.late.rows[1], own.common.rows[1]
+        remote, common = own.remote_rows.rows[1], own.common.rows[1]
         last = next((step for step in reversed(plan.steps) if step.calls), None)
-        self._rest = launches(own.rest.calls, True)
+        self._local_rows = launches(own.local_rows.calls, True)
         self._private = unshared(() if own.private is None else own.private.calls)
         self._joins = most_keys is None
         joined = own.joined if self._joins else None
 
-        def forwards(step: Step) -> list[CallPlan]:
+        def forwards(step: RingStep) -> list[CallPlan]:
             if joined is not None:
                 return launches(joined.calls, True) if step.number and step.calls else []
             if step.number:
-                return launches(step.calls, step is last, late)
-            return launches(own.late.calls, last is None or not last.number)
+                return launches(step.calls, step is last, remote)
+            return launches(own.remote_rows.calls, last is None or not last.number)
 
         self._forward_stages = stages_of(plan, forwards)
         self._stages = stages_of(plan, lambda step: launches(step.calls, False, common) if step.number else [])
         self._whole_calls = launches(own.whole.calls) if own.whole and len(self._comes) <= 1 and self._joins else []
         first, *others = self._forward_stages
         self._forward_stages = [first, *(x for x in others if x.launches or x.following.sends or x.following.keys)]
-        # In the backward some of step 0 comes first, while keys leave, and the other part last, while sums return.
+        # In the backward a part of step 0 runs first, while keys leave, and the rest last, while sums return.
         calls, self._later = own.common.calls, [launch for stage in self._stages for launch in stage.launches]
         ends = in_two(calls, share) if self._comes else (calls, ())
         self._first, self._final = (launches(half) for half in ends)
-        # Or half of its heads; sums that came home before the other half would be written over.
+        # Or half of the heads first. With several returns of sums, later ones would overwrite sums not yet added.
         self._whole: CallPlan | None = None
         if len(calls) == 1 and len(self._comes) == 1:
             self._whole = CallPlan(calls[0], options, part, device, False)
-        # Or what is over keys that no other rank sees, and then the rest.
-        self._inside = [unshared(each.calls) for each in own.inside]
-        self._asked = launches(own.asked.calls)
-        # Whether the backward's calls make a chain; known from the first one on.
+        # Or the keys that no other rank sees first, and then the rest.
+        self._private_keys = [unshared(each.calls) for each in own.private_keys]
+        self._shared_keys = launches(own.shared_keys.calls)
+        # Whether the backward's calls form a chain; set in the first backward.
         self._chains: bool | None = None
         self._heads, self._by_keys = 0, False
 
     def forward(self, t: Tensors, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attention of the rank's rows over all keys: out in q's dtype, and lse."""
         own = self._own
-        shares = [each for each in (own.late, own.rest) if each.rows[0] < each.rows[1]]
+        shares = [each for each in (own.remote_rows, own.local_rows) if each.rows[0] < each.rows[1]]
         into = t.q.new_empty((*t.q.shape[:2], t.v.shape[2])) if len(shares) > 1 else None
-        parts = [(each, Running(t, each, sinks, into, self._large_scores)) for each in shares or [own.late]]
+        parts = [(each, Running(t, each, sinks, into, self._large_scores)) for each in shares or [own.remote_rows]]
         for stage, keys in self._coming(t):
             for share, running in parts:
-                if share is own.late:
+                if share is own.remote_rows:
                     running.add(stage.launches, keys if stage.here.number else None)
                 elif stage.here.number == 0:
-                    running.add(self._rest)
+                    running.add(self._local_rows)
         found = [running.result() for _, running in parts]
         return found[0] if into is None else (into, torch.cat([lse for _, lse in found], 1))
 
     def _coming(self, t: Tensors) -> Iterator[tuple[Stage, Keys]]:
-        """The forward's stages with their keys, while those of the next one arrive."""
+        """The forward's stages with their keys. The keys of the next stage arrive meanwhile."""
         held = t.k, t.v
         if self._most_keys is not None:
             everyone, pending = gather(self._line, "the gathering of keys", held, self._most_keys)
@@ -148,7 +149,7 @@ class Steps:
             held = arriving
 
     def backward(self, t: Tensors, rows: OfRows) -> Gradients:
-        """The gradients that are wanted, that of q in its dtype; those of k and v also, or in that of lse."""
+        """The gradients that are wanted: dq in q's dtype; dk and dv in the keys' dtype, or in lse's."""
         common, private = self._own.common, self._own.private
         beside: list[Gradients] = []
 
@@ -176,8 +177,8 @@ class Steps:
         chain = None if self._whole_calls else self._chain(t)
         joined = self._own.whole if self._whole_calls else None
         held = t.k, t.v
-        inside = NO_SUMS
-        total, asked = Gradients(), self._own.asked
+        finished = NO_SUMS
+        total, shared_keys = Gradients(), self._own.shared_keys
         sums = left = back = NO_SUMS
         spans: Spans = ()
         for stage in self._stages:
@@ -193,7 +194,7 @@ class Steps:
                 add(total, back, spans)
                 spans = before.back
                 if self._by_keys:
-                    spans = tuple((start - asked.keys[0], stop - asked.keys[0]) for start, stop in spans)
+                    spans = tuple((start - shared_keys.keys[0], stop - shared_keys.keys[0]) for start, stop in spans)
                 back = self._room_for_sums("back", here.number, sum(b - a for a, b in spans), t)
                 receives += parcels(back, before.sums_back, "back")
             pending = self._messages.post(here.number, sends, receives)
@@ -202,7 +203,7 @@ class Steps:
                     total, left = self._over_whole(t, held, rows, here.keys)
             elif stage is self._stages[0]:
                 beside()
-                total, inside = self._begin(t, rows, chain)
+                total, finished = self._begin(t, rows, chain)
             elif stage.launches:
                 given: Gradients | None = None
                 if sums is not NO_SUMS or chain is None:
@@ -218,18 +219,18 @@ class Steps:
                     total = self._end(t, rows, total, chain)
             pending.wait()
             held, sums = arriving, coming
-        first = self._own.asked.keys[0] if self._by_keys else 0
-        return rounded(total, back, spans, inside, first, t.q.dtype, t.k.dtype if self._rounds else wide(t))
+        first = self._own.shared_keys.keys[0] if self._by_keys else 0
+        return rounded(total, back, spans, finished, first, t.q.dtype, t.k.dtype if self._rounds else wide(t))
 
     def _chain(self, t: Tensors) -> Chain | None:
-        """What the calls of a backward share, if all of them can; which of them there are is known from then on."""
+        """What the calls of a backward share, if all of them can. Sets which launches come first and last."""
         if self._chains is None:
             can, half = all(launch.may_chain(t) for launch in self._later), t.k.shape[1] // 2
-            by_keys = [launch for launches in self._inside for launch in launches]
-            if all(len(launches) == 1 for launches in self._inside) and self._inside:
-                self._by_keys = can and all(launch.may_chain(t) for launch in (*by_keys, *self._asked))
+            by_keys = [launch for launches in self._private_keys for launch in launches]
+            if all(len(launches) == 1 for launches in self._private_keys) and self._private_keys:
+                self._by_keys = can and all(launch.may_chain(t) for launch in (*by_keys, *self._shared_keys))
             if self._by_keys:
-                self._first, self._final = by_keys, self._asked
+                self._first, self._final = by_keys, self._shared_keys
             elif can and self._whole and half * t.k.shape[0] >= _ENOUGH_KEYS and self._whole.may_chain(t):
                 self._first, self._final, self._heads = [self._whole], [self._whole], half
             calls = [*self._first, *self._final]
@@ -238,7 +239,7 @@ class Steps:
         return Chain(len(self._first) + len(self._final) + len(self._later)) if self._chains else None
 
     def _over_whole(self, t: Tensors, keys: Keys, rows: OfRows, others: int) -> tuple[Gradients, Sums]:
-        """The sums of the call over so many keys of another rank and the own ones, and those of the other rank's."""
+        """The sums over ``others`` keys of another rank followed by own keys: the own sums, and the other rank's."""
         (launch,) = self._whole_calls
         found = launch.backward(t, keys, rows, None if rows.wholes is None else self._zeros(t, rows, keys))
         left = tuple(None if x is None else x[:others] for x in (found.dk, found.dv))
@@ -246,7 +247,7 @@ class Steps:
         return Gradients(found.dq, *mine), left  # type: ignore[arg-type,return-value]
 
     def _begin(self, t: Tensors, rows: OfRows, chain: Chain | None) -> tuple[Gradients, Sums]:
-        """Sums of the first calls over the rank's own keys; and gradients of its keys, where those are final."""
+        """Sums of the first calls over the rank's own keys; and the gradients of its keys that are final already."""
         if not self._by_keys:
             return self._over_own(self._first, t, rows, None, chain, 0), NO_SUMS
         dtype, total = t.k.dtype if self._rounds else wide(t), Gradients()
@@ -254,21 +255,21 @@ class Steps:
             torch.empty_like(x, dtype=dtype) if wanted else None
             for x, wanted in zip((t.k, t.v), self._grads[1:3], strict=True)
         )
-        for launch, share in zip(self._first, self._own.inside, strict=True):
+        for launch, share in zip(self._first, self._own.private_keys, strict=True):
             some = slice(*share.keys)
             into = Gradients(None, None if dk is None else dk[some], None if dv is None else dv[some])
             found = launch.backward(t, (t.k[some], t.v[some]), rows, into, chain, (0, t.k.shape[1]))
             total.dq = found.dq if total.dq is None else total.dq
         if len(self._comes) > 1:
-            some = slice(*self._own.asked.keys)
+            some = slice(*self._own.shared_keys.keys)
             total.dk, total.dv = self._zero_sums((t.k[some], t.v[some]), t)
         return total, (dk, dv)
 
     def _end(self, t: Tensors, rows: OfRows, total: Gradients, chain: Chain | None) -> Gradients:
-        """The sums with those of the last calls over the rank's own keys."""
+        """The sums, to which the last calls over the rank's own keys are added."""
         if not self._by_keys:
             return self._over_own(self._final, t, rows, total, chain, 1)
-        some = slice(*self._own.asked.keys)
+        some = slice(*self._own.shared_keys.keys)
         keys = t.k[some], t.v[some]
         given = None if total.dk is None and total.dv is None else total
         for launch in self._final:
@@ -302,7 +303,7 @@ class Steps:
         self, launches: Sequence[CallPlan], t: Tensors, rows: OfRows, total: Gradients | None, chain: Chain | None,
         half: int = 0,
     ) -> Gradients:  # fmt: skip
-        """The sums with the gradients of some calls over the rank's own keys added; zeros if there is nothing."""
+        """The sums, with the gradients of some calls over the rank's own keys added; zeros without any call."""
         if total is None and rows.wholes is not None:  # added to: what rows have other keys is then expected
             total = self._zeros(t, rows)
         for launch in launches:
@@ -315,7 +316,7 @@ class Steps:
         return Gradients(None, *self._zero_sums((t.k, t.v), t)) if chain else self._zeros(t, rows)
 
     def _zeros(self, t: Tensors, rows: OfRows, keys: Keys | None = None) -> Gradients:
-        """Of q and of some keys, by default the own ones."""
+        """Zeros for the wanted gradients of q and of some keys, by default the own ones."""
         dq = rows.out.new_zeros(t.q.shape, dtype=wide(t)) if self._grads.q else None
         return Gradients(dq, *self._zero_sums(keys or (t.k, t.v), t))
 
@@ -328,7 +329,7 @@ class Steps:
         return dk, dv
 
     def _room_for_sums(self, kind: str, number: int, keys: int, t: Tensors) -> Sums:
-        """Tensors to receive the gradients of so many keys, those that are wanted."""
+        """Tensors that receive the wanted gradients of ``keys`` keys."""
         dk, dv = (
             self._messages.room(kind, number, part, (keys, *x.shape[1:]), x, wide(t)) if is_wanted else None
             for part, (x, is_wanted) in enumerate(zip((t.k, t.v), self._grads[1:3], strict=True))
@@ -336,11 +337,11 @@ class Steps:
         return dk, dv
 
     def _keys(
-        self, stage: Stage, t: Tensors, held: Keys, joined: Share | None = None
+        self, stage: Stage, t: Tensors, held: Keys, joined: OwnShare | None = None
     ) -> tuple[list[Parcel], list[Parcel], Keys]:
-        """The keys that leave and arrive in a stage, and the pair that arrives; the own ones if none does.
+        """The keys that leave and arrive in a stage, and the pair of tensors for those that arrive, or the own keys.
 
-        If some of the own keys are joined to those that arrive, the pair has them after these.
+        If own keys are joined to the keys that arrive, the pair holds these first and then the own keys.
         """
         number, step = stage.here.number, stage.following
         sends = []
@@ -365,17 +366,18 @@ class Steps:
         return sends, [Parcel(_in_spans(arriving, step.spans), step.receive_from, "keys")], (k, v)
 
 
-# Keys of half the heads that occupy a GPU's multiprocessors: half the heads are then half of the work.
+# Keys times half of the heads at which half of the heads occupy a GPU's multiprocessors: halves then take half the
+# time.
 _ENOUGH_KEYS = 32768
 
 
 def _in_spans(keys: Keys, spans: Spans) -> tuple[tuple[Tensor, ...], ...]:
-    """Tensors of spans of a shard that follow one another, span by span."""
+    """Tensors of a shard's spans, which follow one another, divided span by span."""
     lengths = [stop - start for start, stop in spans]
     return tuple(x.split(lengths) if len(lengths) > 1 else (x,) for x in keys)
 
 
-def _shard(everyone: Keys, step: Step) -> Keys:
-    """A step's keys among gathered ones."""
+def _shard(everyone: Keys, step: RingStep) -> Keys:
+    """The part of the gathered keys that a step uses."""
     k, v = (x[step.source, : step.keys] for x in everyone)
     return k, v

@@ -1,4 +1,4 @@
-"""Values of tensors that plans are made from, on the host; what was read is kept until a tensor is written to."""
+"""Reads values of tensors, from which plans are made, to the host. They are cached until a tensor is written to."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flashtile.call.axes import lengths_between
 from flashtile.core.errors import InvalidInputError
 from flashtile.distributed.intervals import Ends, Kept
 
-# Values of tensors on a GPU, by identity, and their marks.
+# Values of tensors on a GPU and marks of these tensors, by the tensors' identity.
 _read: dict[int, tuple[weakref.ref[Tensor], Tensor | int, tuple[int, ...]]] = {}
 
 
 def document_lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """The lengths between the values of cu_seqlens; a tensor on a GPU is waited for once, and again once written to.
+    """The lengths between the values of cu_seqlens. A tensor on a GPU is waited for once, and again after each write.
 
     Raises:
-        InvalidInputError: They are no integers in one dimension that begin with 0 and never fall.
+        InvalidInputError: The values are not integers in one dimension that begin with 0 and never decrease.
     """
     if not isinstance(cu_seqlens, Tensor):
         found = tuple(integer(name, x, 0) for x in cu_seqlens)
@@ -46,14 +46,14 @@ def _values(x: Tensor) -> tuple[int, ...]:
 
 
 def _mark(x: Tensor | None) -> Tensor | int:
-    """What shows later whether a tensor was written to: a copy on a CPU; on a GPU how often it was, if that counts."""
+    """A mark that shows later whether a tensor was written to: on a CPU a copy, on a GPU its version if it has one."""
     if x is None or x.device.type == "cpu":
         return -1 if x is None else x.clone()
     return -1 if x.is_inference() else x._version
 
 
 def _is_still(x: Tensor | None, mark: Tensor | int) -> bool:
-    """Whether a tensor has the values that it had."""
+    """Whether a tensor still has the values that it had when its mark was made."""
     if x is None:
         return True
     if isinstance(mark, Tensor):
@@ -61,20 +61,20 @@ def _is_still(x: Tensor | None, mark: Tensor | int) -> bool:
     return not x.is_inference() and x._version == mark
 
 
-# By identity of the tensors, and their marks.
+# Masks that were read, with the tensors' marks, by the tensors' identity.
 _masks: dict[tuple[int, int], tuple[list[weakref.ref[Tensor] | None], list[Tensor | int], object, Kept]] = {}
 
 
 def intervals(
     row_keys: Tensor | None, key_rows: Tensor | None, lengths_q: Sequence[int], lengths_k: Sequence[int]
 ) -> Kept | None:
-    """What a mask keeps, from its values: a GPU is waited for, once, and again once they are written to.
+    """The pairs that a mask keeps, from its values. A GPU is waited for once, and again after each write to a tensor.
 
     Args:
-        row_keys: ``Tensors.row_keys`` of the whole, of documents one entry each.
-        key_rows: ``Tensors.key_rows``.
+        row_keys: ``Tensors.row_keys`` of the whole, with one entry for each document.
+        key_rows: ``Tensors.key_rows``, likewise.
         lengths_q: Rows of each document.
-        lengths_k: Keys.
+        lengths_k: Keys of each document.
     """
     both = row_keys, key_rows
     if row_keys is None and key_rows is None:

@@ -1,4 +1,4 @@
-"""flashtile inside other libraries: one module for each, imported by name, on the public functions alone.
+"""flashtile inside other libraries: one module for each, imported by name. They use the public functions alone.
 
-Importing this package imports none of those libraries.
+Importing this package imports none of the libraries.
 """

@@ -1,4 +1,4 @@
-"""A call of PyTorch's ``scaled_dot_product_attention`` in flashtile's terms, or the reason why it is none."""
+"""Runs a call of PyTorch's ``scaled_dot_product_attention`` with flashtile, or returns the reason why it cannot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashtile.core.sizes import holds
 
 _THEIR_NAMES = {"causal": "is_causal", "softmax_scale": "scale", "attn_bias": "attn_mask"}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# The last two are what a tensor becomes while torch.compile or torch.export traces.
+# A tensor becomes one of the last two types while torch.compile or torch.export traces.
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
@@ -31,7 +31,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | str:
-    """Runs the call, or returns the reason why it cannot; invalid calls are among the latter."""
+    """Runs the call, or returns the reason why it cannot. An invalid call is such a reason too."""
     lower_right = False
     if is_causal_bias(attn_mask) and is_causal is False:
         bias: Any = attn_mask
@@ -76,7 +76,7 @@ def is_causal_bias(mask: Any) -> bool:
 
 
 def _foreign(given: tuple[Tensor, ...]) -> str:
-    """Why the call is not one of tensors that flashtile knows; empty if it is."""
+    """The reason why flashtile does not take the tensors' types; empty if it does."""
     shared = [type(x).__module__.startswith("torch.distributed.tensor") for x in given]
     if any(shared) and not all(shared):
         return "DTensors together with others"

@@ -1,4 +1,4 @@
-"""The counter by which an integration says what ran."""
+"""The counter of an integration's calls."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import flashtile
 
 
 class Calls:
-    """How many attention calls of another library flashtile ran, and which it left to that library, with the reasons.
+    """Counts another library's attention calls: those which flashtile ran, and by reason those left to that library.
 
-    A call inside a function that ``torch.compile`` traces is not counted: a counter there would be a value to guard on.
+    A call inside a function that ``torch.compile`` traces is not counted: the program would guard on the counter's
+    value.
 
     Args:
-        log: The name of the logger that is told of the program's first call that flashtile ran, in one line.
+        log: The name of the logger that gets one line at the first call that flashtile runs.
 
     Attributes:
         served: Calls that flashtile ran.
-        left: Reason to number of calls that the other library ran.
+        left: By reason, the number of calls that the other library ran.
     """
 
     def __init__(self, log: str = "flashtile") -> None:

@@ -1,8 +1,8 @@
 """flashtile as an implementation of PyTorch's flash attention operators.
 
-``torch.nn.attention.activate_flash_attention_impl`` puts these functions in the place of PyTorch's CUDA kernels; its
-autograd formulas, its fakes and its choice among kernels stay. Arguments and results have the operators' forms, and the
-sizes, dtypes and strides that ``torch/_meta_registrations.py`` promises; lse is the natural log.
+``torch.nn.attention.activate_flash_attention_impl`` replaces PyTorch's CUDA kernels by these functions. PyTorch's
+autograd formulas, its fakes and its choice among kernels stay. Arguments and results have the operators' forms, with
+the sizes, dtypes and strides that ``torch/_meta_registrations.py`` promises. lse is the natural log.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def forward(calls: Calls, *given: Any, scale: float | None = None, **others: Any
 
 
 def forward_into(calls: Calls, out: Tensor, *given: Any, **others: Any) -> Tensor:
-    """``_flash_attention_forward_no_dropout_inplace``: writes out and returns lse."""
+    """``_flash_attention_forward_no_dropout_inplace``: writes out, and returns lse."""
     found, lse, *_ = forward(calls, *given, **others)
     out.copy_(found)
     return lse
@@ -86,7 +86,7 @@ def sdpa_backward(calls: Calls, *given: Any, scale: float | None = None) -> tupl
 
 
 def _window(others: dict[str, Any]) -> tuple[int, int]:
-    """Takes the window's sides from the keywords; -1 is unbounded."""
+    """Removes the window's sides from the keywords and returns them; -1 is unbounded."""
     left, right = (others.pop(f"window_size_{side}", None) for side in ("left", "right"))
     return -1 if left is None else left, -1 if right is None else right
 
@@ -106,7 +106,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class Handle:
-    """Keeps the functions in place for the tensors of one kind of device; ``remove`` gives PyTorch's own back."""
+    """Keeps the functions registered for tensors of one kind of device; ``remove`` restores PyTorch's own."""
 
     def __init__(self, calls: Calls, key: str = "CUDA") -> None:
         self._library = torch.library.Library("aten", "IMPL", key)

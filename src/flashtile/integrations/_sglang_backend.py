@@ -1,7 +1,7 @@
-"""The class that SGLang asks an attention backend for: one call over its pool for prompts, chunks and single tokens.
+"""SGLang's attention backend class: one call over its pool for prompts, chunks and single tokens.
 
 SGLang's pool holds keys and values by token, ``(slots, num_heads_kv, head_dim)``, which are pages of ``--page-size``
-tokens, and SGLang has them written. Where each token of a request is stands in ``req_to_token``.
+tokens. SGLang lets the backend write them. ``req_to_token`` has the slot of each token of a request.
 
 Source: SGLang 0.5.23, ``srt/layers/attention/base_attn_backend.py``.
 """
@@ -34,8 +34,8 @@ class Metadata:
         cu_seqlens_q: ``(batch + 1,)`` int32.
         page_table: ``(batch, pages)`` int32.
         max_seqlen_q: The most new tokens of a request.
-        window_table: The same pages in the pool of layers with a window, if it is one of its own.
-        window_slots: Where those layers' new keys go, ``(tokens,)``.
+        window_table: The same pages in the pool of layers with a window, if these have a separate pool.
+        window_slots: The slots for those layers' new keys, ``(tokens,)``.
     """
 
     cache_seqlens: Tensor
@@ -46,7 +46,7 @@ class Metadata:
     window_slots: Tensor | None = None
 
     def into(self, buffers: Metadata) -> Metadata:
-        """The same step in tensors that stay where they are, as graphs need it."""
+        """Copies the step into fixed tensors, which graphs need."""
         kept: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             given, buffer = getattr(self, field.name), getattr(buffers, field.name)
@@ -57,14 +57,14 @@ class Metadata:
 
 
 class Backend(AttentionBackend):
-    """What ``--attention-backend flashtile`` names."""
+    """The backend for ``--attention-backend flashtile``."""
 
     needs_cpu_seq_lens = False
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
         self.device, self.page_size = runner.device, runner.page_size
-        # Models read both by these names.
+        # Models read both pools by these names.
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         self.most_pages = -(-runner.model_config.context_len // self.page_size)
         pool = self.token_to_kv_pool
@@ -77,7 +77,7 @@ class Backend(AttentionBackend):
         self.forward_metadata = self._metadata(forward_batch, None)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Makes a step's record where a graph looks for it. Nothing of it is recorded in the graph."""
+        """Makes a step's record in the tensors that a graph reads. The graph records none of this."""
         found = self._metadata(forward_batch, None if self._buffers is None else self.most_pages)
         self.forward_metadata = found if self._buffers is None else found.into(self._buffers)
 
@@ -99,7 +99,7 @@ class Backend(AttentionBackend):
         return str(self.device) != "cpu"
 
     def _metadata(self, batch: Any, pages: int | None) -> Metadata:
-        """A step's record, with tables of so many pages; of None as many as are needed, where the host knows that."""
+        """A step's record, with tables of ``pages`` pages; None for as many as needed, if the host knows the number."""
         if batch.spec_info is not None:
             raise UnsupportedError("SGLang: flashtile has no speculative decoding here")
         count, mode = batch.batch_size, batch.forward_mode
@@ -134,7 +134,7 @@ class Backend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """A layer's attention, ``(tokens, num_heads_q * head_dim_v)``, of prompts, chunks and mixed steps."""
+        """A layer's attention, ``(tokens, num_heads_q * head_dim_v)``, for prompts, chunks and mixed steps."""
         m = self.forward_metadata
         assert m is not None
         packing = {"cu_seqlens_q": m.cu_seqlens_q, "max_seqlen_q": m.max_seqlen_q}
@@ -151,7 +151,7 @@ class Backend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """The same of a token for each request."""
+        """A layer's attention for one token of each request."""
         q = q.reshape(-1, 1, layer.tp_q_head_num, layer.qk_head_dim)
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs).flatten(1)
 
@@ -184,6 +184,6 @@ class Backend(AttentionBackend):
         )  # fmt: skip
 
     def _pages(self, slots: Tensor) -> Tensor:
-        """``(pages, page_size, num_heads_kv, head_dim)``, a view."""
+        """The slots as pages ``(pages, page_size, num_heads_kv, head_dim)``, a view."""
         count = slots.shape[0] // self.page_size
         return slots[: count * self.page_size].view(count, self.page_size, *slots.shape[1:])

@@ -1,4 +1,4 @@
-"""The mask function that flashtile registers with transformers, and masks that are not written out."""
+"""The mask function that flashtile registers with transformers, and masks that are described instead of written out."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from flashtile.integrations import _transformers_ranks as ranks
 
 
 class LazyMask:
-    """A mask that is described and not written out. Whatever else a model does with it, it does with the tensor.
+    """A mask that is described and not written out. Any other use of it by a model uses the written-out tensor.
 
     Attributes:
-        shape: ``(batch, 1, seqlen_q, number of keys)``, that of the tensor.
-        causal: Whether a query sees no later key; the last query stands at key ``seqlen_k - 1``.
+        shape: The tensor's shape, ``(batch, 1, seqlen_q, number of keys)``.
+        causal: Whether a query sees no later key. The last query is at key ``seqlen_k - 1``.
         window: ``(left, right)`` as in ``flashtile.attention``, or None.
-        chunk: ``attention_chunk`` as there, or None.
-        seqlen_k: How many keys count; the rest of a static cache is not filled yet.
+        chunk: ``attention_chunk`` as in ``flashtile.attention``, or None.
+        seqlen_k: The number of valid keys; the rest of a static cache is not filled yet.
         keys: ``(batch, seqlen_k)`` bool, False where a key is padding; None if none is.
-        packed: Whether a row holds several sequences, each of which attends to itself.
-        ids: Which sequence a token belongs to, ``(batch, seqlen)``; None while tracing, which cannot count them.
-        lengths: ``(batch,)`` int32, how many keys count where only the device knows, in a static cache; None elsewhere.
-        leftpad: ``(batch,)`` int32, the first key that counts, beside lengths; None if all do.
-        shared: The sequence over ranks of which the layer has some rows; None if it has all.
+        packed: Whether a row holds several sequences. Each attends to itself.
+        ids: The number of each token's sequence, ``(batch, seqlen)``; None while tracing, which cannot count sequences.
+        lengths: ``(batch,)`` int32, the number of valid keys in a static cache, if only the device knows it; else None.
+        leftpad: ``(batch,)`` int32, the first valid key, together with lengths; None if all are valid.
+        shared: The sequence over ranks, if the layer has some of its rows; None if it has all rows.
     """
 
     def __init__(self, write: Callable[[], Tensor], shape: tuple[int, ...], causal: bool, seqlen_k: int) -> None:
@@ -66,11 +66,11 @@ class LazyMask:
         return self._bounds
 
     def contiguous(self) -> LazyMask:
-        """The mask itself: ``generate`` asks for it."""
+        """The mask itself. ``generate`` calls this."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> LazyMask | Tensor:
-        """The mask on another device, where a model's layers are on several; the tensor for another dtype."""
+        """The mask on another device, for models with layers on several; for another dtype the written-out tensor."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if device is None or dtype is not None:
             return self.dense().to(*args, **kwargs)
@@ -109,12 +109,12 @@ def mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | LazyMask:
-    """The mask function of transformers; its arguments are those of ``masking_utils.sdpa_mask``.
+    """The mask function for transformers; it takes the arguments of ``masking_utils.sdpa_mask``.
 
     Returns:
-        A ``LazyMask`` for full and causal attention, padding, windows, chunks, packed sequences and caches; where
-        nothing but padding is masked, a bool tensor ``(batch, 1, q_length, kv_length)`` whose rows are one in memory;
-        for any other mask the bool tensor, written out.
+        A ``LazyMask`` for full and causal attention, padding, windows, chunks, packed sequences and caches. If only
+        padding is masked, a bool tensor ``(batch, 1, q_length, kv_length)`` with rows that share memory. For any other
+        mask the written-out bool tensor.
     """
     if isinstance(attention_mask, LazyMask):  # made by the model around this one
         return attention_mask
@@ -134,11 +134,11 @@ def mask(
         given = (batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask)
         return sdpa_mask(*given, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs)
 
-    # Of a static cache's masks transformers does not say by a flag that they are causal, but their functions do.
+    # For a static cache transformers sets no flag that the mask is causal, but its function shows it.
     is_causal = mask_function is causal_mask_function and local_size is None
     is_window = not (allow_is_causal_skip or tracing or local_size is None) and _is_causal_window(mask_function)
     on_device = isinstance(q_offset, Tensor)
-    # A single query sees all of a window. How much of the cache is filled stays on the device, for CUDA graphs.
+    # A single query sees all of a window. For CUDA graphs the filled length of the cache stays on the device.
     is_step = is_window and q_length == 1 and not on_device and kv_length <= (local_size or 0)
     if is_step or (is_causal and on_device and not kv_offset):
         length = q_offset + q_length - kv_offset  # each layer raises its own offset in place before it attends
@@ -173,7 +173,7 @@ def mask(
         return found
     if found.keys is not None:
         return found.keys[:, None, None, :].expand(found.shape)
-    # Not None, with which a layer would follow its own is_causal and sliding_window; not every layer knows them.
+    # With None, a layer would use its own is_causal and sliding_window, which not every layer has.
     return found
 
 
@@ -185,7 +185,7 @@ def _shared(
     shape: tuple[int, ...],
     config: Any,
 ) -> LazyMask:
-    """The mask of a sequence over ranks. That a rank's positions have gaps looks like packing, and is none."""
+    """The mask of a sequence over ranks. The gaps in a rank's positions look like packing, but are not."""
     causal, bidirectional = kind
     if not (causal or bidirectional) and _packing(function, local_size, False)[0]:
         function, causal = causal_mask_function, True
@@ -198,7 +198,7 @@ def _shared(
 
 
 def _is_filled(causal: LazyMask, length: Tensor | int, attention_mask: Tensor | None, first: int, device: Any) -> bool:
-    """Whether a mask is causal over ``length`` keys from ``first`` on but for padding on the left; then it says so."""
+    """Whether a mask is causal over ``length`` keys from ``first``, except for left padding; records it in the mask."""
     if torch.is_grad_enabled() or (attention_mask is not None and is_tracing(attention_mask)):
         return False
     if isinstance(length, int):
@@ -207,7 +207,7 @@ def _is_filled(causal: LazyMask, length: Tensor | int, attention_mask: Tensor | 
     if attention_mask is None:
         return True
     seen = attention_mask[:, first : first + causal.shape[3]]
-    # Each step looks at the mask: first whether nothing is padding, which takes few operations.
+    # Each step checks the mask, first for any padding, which takes few operations.
     if seen.all() & (length <= seen.shape[1]):
         return True
     keys = torch.arange(seen.shape[1], dtype=torch.int32, device=seen.device)
@@ -219,9 +219,9 @@ def _is_filled(causal: LazyMask, length: Tensor | int, attention_mask: Tensor | 
 def _band(
     function: Callable, causal: bool, bidirectional: bool, local_size: int | None, longest: int, config: Any
 ) -> tuple[bool, tuple[int, int] | None, int | None]:
-    """Whether a mask is causal or full attention but for a window or a chunk, and these.
+    """Whether a mask is causal or full attention, apart from a window or a chunk; and the window and the chunk.
 
-    transformers calls a mask causal or bidirectional, by a flag, if it is that but for the window or chunk of
+    transformers sets a flag that a mask is causal or bidirectional if it is so apart from the window or chunk of
     local_size.
     """
     if not (causal or bidirectional):
@@ -239,15 +239,15 @@ def _band(
 
 
 def _starts_a_chunk(chunk: int, kv_offset: int, attention_mask: Any, tracing: bool) -> bool:
-    """Whether the first key of a layer begins a chunk: transformers counts them from the first that is no padding."""
+    """Whether a layer's first key begins a chunk: transformers counts chunks from the first key that is not padding."""
     if kv_offset % chunk:
         return False
     return attention_mask is None or (not tracing and bool(attention_mask[:, 0].all()))
 
 
 def _packing(function: Callable, local_size: int | None, tracing: bool) -> tuple[bool, Tensor | None]:
-    """Whether a mask is that of packed sequences, and which one each token belongs to, ``(batch, seqlen)``."""
-    if tracing:  # the function cannot be looked into; nothing but packing joins masks without a size
+    """Whether a mask is for packed sequences, and the number of each token's sequence, ``(batch, seqlen)``."""
+    if tracing:  # the function cannot be inspected; only packing joins masks without a size
         return function.__name__ == "and_mask" and local_size is None, None
     parts, made_by = _parts(function)
     if made_by != ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
@@ -256,12 +256,12 @@ def _packing(function: Callable, local_size: int | None, tracing: bool) -> tuple
 
 
 def _is_causal_window(function: Callable) -> bool:
-    """Whether a mask is that of ``sliding_window_causal_mask_function``."""
+    """Whether ``sliding_window_causal_mask_function`` made a mask."""
     return _parts(function)[1] == ["sliding_window_overlay", "causal_mask_function"]
 
 
 def _parts(function: Callable) -> tuple[Sequence[Callable], list[str]]:
-    """The masks of which a mask lets through what all do, and the functions that made them."""
+    """The masks that a mask combines by "and", and the functions that made them."""
     if function.__name__ != "and_mask":
         return (), []
     parts = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())

@@ -1,8 +1,8 @@
-"""transformers' continuous batching: layers whose keys and values are in transformers' paged cache.
+"""transformers' continuous batching: layers with keys and values in transformers' paged cache.
 
-It batches continuously with a few implementations of its own and with names that hold "flash"; with a 2 or a 3 behind
-that it also makes tables of pages. It loads what such a name stands for from a package or from the hub, so its loader
-is told of ours.
+It batches continuously with a few implementations of its own, and with names that contain "flash"; if a 2 or a 3
+follows, it also makes tables of pages. It loads the functions for such a name from a package or from the hub, so our
+name is added to its loader.
 
 Source: transformers 5.23, ``generation/continuous_batching`` and ``modeling_flash_attention_utils``.
 """
@@ -21,12 +21,12 @@ import flashtile
 from flashtile.core.errors import UnsupportedError
 
 NAME = "flashtile_3"
-# What transformers hands to each layer beside what other calls have; the last two are its bookkeeping of logits.
+# Further keywords that transformers passes to each layer; the last two are its bookkeeping of logits.
 KEYWORDS = {"block_table", "cache", "read_index", "write_index", "logits_indices", "logits_processor_args"}
 
 
 def introduce() -> None:
-    """Makes our name one that transformers' loader knows."""
+    """Adds our name to transformers' loader."""
     if not hasattr(loader, "_lazy_imports"):
         raise UnsupportedError("continuous_batching: this release of transformers loads implementations in another way")
     if not isinstance(loader._lazy_imports, _Loader):
@@ -34,14 +34,14 @@ def introduce() -> None:
 
 
 def list_for(part: PreTrainedModel) -> None:
-    """Adds our name to the implementations that a part of a model takes, if it lists them."""
+    """Adds our name to the list of implementations that a part of a model takes, if it has such a list."""
     listed = getattr(part, "_compatible_flash_implementations", None)
     if listed is not None and NAME not in listed:
         part._compatible_flash_implementations = [*listed, NAME]
 
 
 class _Loader:
-    """transformers' loader, but that our name stands for flash-attn's functions as flashtile has them."""
+    """transformers' loader, which returns flashtile's versions of flash-attn's functions for our name."""
 
     def __init__(self, others: Any) -> None:
         self._others = others
@@ -57,11 +57,11 @@ class _Loader:
 
 
 def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor:
-    """A layer's attention over transformers' cache, with its new keys and values written there.
+    """A layer's attention over transformers' cache; its new keys and values are written there.
 
     Args:
         module: The layer; ``layer_idx`` names its place in the cache.
-        q: ``(1, num_heads_q, total_q, head_dim)``: the rows of all requests one after another.
+        q: ``(1, num_heads_q, total_q, head_dim)``: the rows of all requests, one after another.
         k: ``(1, num_heads_kv, total_q, head_dim)``.
         v: ``(1, num_heads_kv, total_q, head_dim_v)``.
         given: The keywords of the layer's call; lengths of keys are dictionaries by kind of layer.
@@ -87,18 +87,18 @@ def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: dict[str, 
 
 
 def _pages(layer_idx: Any, given: dict[str, Any]) -> dict[str, Tensor] | None:
-    """A layer's pages and each request's table of them; None if they are no pages in order, or if none is read."""
+    """A layer's pages and each request's page table; None if pages are not in order, or if none is read."""
     cache, table = given["cache"], given.get("block_table")
     allocator = cache.layer_to_allocator[layer_idx]
     if table is None and not allocator.supports_block_table:
-        return None  # a window's keys go round in a ring
+        return None  # a window's keys are in a ring buffer
     if table is not None:
         table = table[allocator.index]
     else:
         slots, size = given["read_index"][allocator.index], allocator.tokens_per_page
         if slots.numel() == 0:
             return None
-        # slots has the place of every key, request after request, so that of each page's first.
+        # slots holds the place of every key, request after request, and so the place of each page's first key.
         starts = given["cu_seq_lens_k"][allocator.layer_type][:-1, None]
         longest = given["max_length_k"][allocator.layer_type]
         firsts = starts + torch.arange(0, longest, size, device=slots.device)
@@ -109,11 +109,12 @@ def _pages(layer_idx: Any, given: dict[str, Any]) -> dict[str, Tensor] | None:
 
 
 def _over_pages(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], options: dict[str, Any]) -> Tensor:
-    """``(total_q, num_heads_q, head_dim_v)``: new keys and values are appended to the pages in the same call."""
+    """Attention over pages, ``(total_q, num_heads_q, head_dim_v)``; the same call appends new keys and values."""
     lengths, bounds = options.pop("lengths"), given["cu_seq_lens_q"].to(torch.int32)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     if given["max_length_q"] == 1 and len(q) == len(lengths):
-        # A row each. Requests that only fill a graph have no keys, so -1 before: nothing is appended for them.
+        # One row each. Requests that only fill a graph have no keys, so their length before is -1 and nothing is
+        # appended.
         options["cache_seqlens"] = lengths - 1
         out = flashtile.attention_with_kvcache(q[:, None], k=k[:, None], v=v[:, None], **options)
         return out[:, 0]
@@ -124,7 +125,7 @@ def _over_pages(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], options:
 def _gathered(
     layer_idx: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], options: dict[str, Any]
 ) -> Tensor:
-    """``(total_q, num_heads_q, head_dim_v)``: transformers writes the cache and copies out of it what is seen."""
+    """Attention, ``(total_q, num_heads_q, head_dim_v)``, over seen keys that transformers copies out of its cache."""
     k, v = given["cache"].update(key_states=k, value_states=v, layer_idx=layer_idx, kwargs=given)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     bounds = given["cu_seq_lens_q"].to(torch.int32), given["cu_seq_lens_k"]

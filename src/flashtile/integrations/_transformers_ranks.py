@@ -1,4 +1,4 @@
-"""transformers over sequences that ranks share: what a model's masks and layers do within ``over_ranks``."""
+"""transformers over sequences that ranks share: a model's masks and layers within ``over_ranks``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Shared:
     """One sequence, or packed documents, over the ranks of a mesh.
 
     Attributes:
-        keywords: Those of ``distributed.attention`` that every layer has in common.
-        longest: Rows of the whole.
+        keywords: The keywords of ``distributed.attention`` that all layers share.
+        longest: The number of rows of the whole.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class Shared:
         self._seen: tuple[weakref.ref[Tensor], int] | None = None
 
     def check_positions(self, position_ids: Tensor | None) -> None:
-        """Refuses positions that are not those of the rank's rows, such as a model makes where it is given none.
+        """Refuses positions other than the rank's, such as a model makes if it is given none.
 
-        Looked at once for all layers, since it waits for the device.
+        The positions are checked once for all layers, since the check waits for the device.
         """
         if position_ids is None:
             return
@@ -50,7 +50,7 @@ class Shared:
         self._seen = weakref.ref(position_ids), version
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """The layer's attention; of packed documents the batch is one."""
+        """The layer's attention. With packed documents the batch is one."""
         if not self.is_packed:
             found: Tensor = distributed.attention(q, k, v, **self.keywords, **options)
             return found
@@ -60,13 +60,13 @@ class Shared:
         return found[None]
 
 
-# Those that are entered, the innermost last. Masks are made within; layers take it from their mask, also where a
+# The entered sequences, the innermost last. Masks are made inside; layers take the sequence from their mask, also if a
 # checkpoint repeats them later. A list, since torch.compile cannot trace context variables.
 _entered: list[Shared] = []
 
 
 def current() -> Shared | None:
-    """The innermost that is entered."""
+    """The innermost entered sequence."""
     return _entered[-1] if _entered else None
 
 
@@ -79,11 +79,11 @@ def over_ranks(
     layout: distributed.Layout = "zigzag",
     comm: str = "auto",
 ) -> Iterator[None]:
-    """Within, forwards of models that ``enable`` switched are over sequences of which each rank has its rows.
+    """Within this context, models that ``enable`` switched run over sequences that are spread over ranks.
 
-    It holds for all threads of the process. Give the model this rank's rows of all that has a row for each token, by
-    ``distributed.shard``; its ``position_ids`` by ``distributed.positions``; and no attention_mask and no cache. A loss
-    that predicts the next token takes it from ``shift_labels``, since the next row may be another rank's.
+    It holds for all threads of the process. Give the model this rank's rows of every tensor with a row for each token,
+    by ``distributed.shard``; give it ``position_ids`` by ``distributed.positions``, and no attention_mask and no cache.
+    A loss that predicts the next token takes the token from ``shift_labels``, since another rank may have the next row.
 
     Args:
         mesh: As in ``distributed.attention``.
@@ -93,7 +93,7 @@ def over_ranks(
         comm: As in ``distributed.attention``.
 
     Raises:
-        InvalidInputError: Naming the argument that does not fit.
+        InvalidInputError: Names the argument that does not fit.
     """
     _entered.append(Shared(mesh, seqlen, cu_seqlens, layout, comm))
     try:
@@ -103,10 +103,10 @@ def over_ranks(
 
 
 def refuse(what: str) -> UnsupportedError:
-    """The error for what sequences over ranks do not have."""
+    """The error for a feature that sequences over ranks do not have."""
     return UnsupportedError(f"{what}: not supported for sequences over ranks (over_ranks)")
 
 
 def whole_mask() -> Tensor:
-    """What a mask would write out, if it could."""
+    """Refuses to write out a mask of a sequence over ranks."""
     raise refuse("a mask that is written out, or not known")

@@ -1,6 +1,6 @@
-"""The classes that vLLM asks an attention backend for: one call over its cache for prompts, chunks and single tokens.
+"""vLLM's attention backend classes: one call over its cache for prompts, chunks and single tokens.
 
-New keys and values are written by that call too. The cache is vLLM's own, ``(blocks, num_kv_heads, block_size,
+The same call writes new keys and values. The cache is vLLM's own, ``(blocks, num_kv_heads, block_size,
 2 * head_size)`` with any strides, keys beside values.
 
 Source: vLLM 0.32 and 0.33, ``vllm/v1/attention/backend.py``.
@@ -20,9 +20,9 @@ from flashtile.core.errors import UnsupportedError
 from flashtile.integrations._calls import Calls
 from flashtile.integrations.vllm import NAME
 
-# What vLLM's names of a cache's dtype stand for.
+# The dtypes for vLLM's names of a cache's dtype.
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-# vLLM shows what its own loggers say.
+# vLLM shows messages of its own loggers.
 calls = Calls("vllm.flashtile")
 
 
@@ -31,11 +31,11 @@ class Metadata(vllm.AttentionMetadata):
     """The sequences of one step.
 
     Attributes:
-        num_tokens: Rows that count; a graph may have more.
+        num_tokens: The number of valid rows; a graph may have more.
         query_start_loc: ``(num_reqs + 1,)`` int32: the bounds of each request's rows.
         max_query_len: The most rows of a request.
         lengths: ``(num_reqs,)`` int32: the keys of each request, new ones included.
-        lengths_before: The same without the new ones; -1 for a request that only fills a graph.
+        lengths_before: The keys of each request without the new ones; -1 for a request that only fills a graph.
         block_table: ``(num_reqs, blocks)`` int32.
         causal: Whether a query sees no later key; for some drafters ``(num_reqs,)`` bool.
         one_each: Whether each request has one row, so that rows need no bounds.
@@ -52,9 +52,9 @@ class Metadata(vllm.AttentionMetadata):
 
 
 class Builder(vllm.AttentionMetadataBuilder[Metadata]):
-    """Hands vLLM's tensors on as they are, which stay where they are, and so do those that are made here.
+    """Passes on vLLM's tensors, which have fixed places, like the tensors that are made here.
 
-    No length is read on the host. So graphs of any step can be replayed.
+    No length is read on the host, so graphs of any step can be replayed.
     """
 
     _cudagraph_support = vllm.AttentionCGSupport.ALWAYS
@@ -67,7 +67,7 @@ class Builder(vllm.AttentionMetadataBuilder[Metadata]):
         self._causal = torch.empty(most, dtype=torch.bool, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        """The record that all layers of a step get."""
+        """The record for all layers of a step."""
         m = common_attn_metadata
         causal = m.causal
         if isinstance(causal, Tensor):
@@ -81,7 +81,7 @@ class Builder(vllm.AttentionMetadataBuilder[Metadata]):
         )  # fmt: skip
 
     def update_block_table(self, metadata: Metadata, blk_table: Tensor, slot_mapping: Tensor) -> Metadata:
-        """The same step for layers whose keys are in other blocks."""
+        """The same step for layers with keys in other blocks."""
         return dataclasses.replace(metadata, block_table=blk_table)
 
 
@@ -171,7 +171,7 @@ class Impl(vllm.AttentionImpl[Metadata]):
 
 
 class Backend(vllm.AttentionBackend):
-    """What ``--attention-backend FLASHTILE`` names."""
+    """The backend for ``--attention-backend FLASHTILE``."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012  # as vLLM has it
     supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", *EIGHT_BITS]  # noqa: RUF012
@@ -199,22 +199,22 @@ class Backend(vllm.AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """A logit per head that joins the denominator."""
+        """True: a logit per head is added to the denominator."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Windows, in some layers or all."""
+        """True: some layers, or all, may have windows."""
         return True
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Queries that see later keys, of all requests or of some."""
+        """True: queries of all requests, or of some, may see later keys."""
         return True
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders, and encoders without a cache."""
+        """True for decoders, and for encoders without a cache."""
         return attn_type in (vllm.AttentionType.DECODER, vllm.AttentionType.ENCODER_ONLY)
 
     @classmethod
@@ -230,7 +230,7 @@ class Backend(vllm.AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Why no backend of flashtile runs such layers on this GPU; None if one does."""
+        """The reason why no backend of flashtile runs such layers on this GPU; None if one does."""
         if device_capability is None:
             return None
         found = flashtile.supports(

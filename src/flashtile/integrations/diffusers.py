@@ -1,14 +1,14 @@
 """flashtile as an attention backend of diffusers, under the name ``flashtile``.
 
 diffusers keeps its backends in an enumeration and a registry that are closed to others, so ``register`` adds to private
-structures. It does so in the releases in which they were tested, and refuses all others.
+structures. It does so only in releases of diffusers in which this was tested.
 
-``enable()`` is the one line: attention that asks diffusers for a backend gets flashtile, unless its model was given
-another by name; and attention that calls ``scaled_dot_product_attention`` itself (U-Nets, VAEs, Stable Diffusion 3) is
-served by ``flashtile.integrations.sdpa``. ``register()`` only makes the name known, for
+``enable()`` is usually all that is needed. Attention that asks diffusers for a backend gets flashtile, unless its model
+was given another backend by name. Attention that calls ``scaled_dot_product_attention`` itself (U-Nets, VAEs, Stable
+Diffusion 3) is served by ``flashtile.integrations.sdpa``. ``register()`` only makes the name known, for
 ``model.set_attention_backend("flashtile")`` and ``with attention_backend("flashtile"):``.
 
-What a backend was asked for by name and flashtile cannot do is an error. ``calls`` is the counter of
+If the backend was named and flashtile cannot run a call, that is an error. ``calls`` is the counter of
 ``flashtile.integrations.sdpa``.
 """
 
@@ -31,7 +31,7 @@ NAME = "flashtile"
 TESTED = ("0.37.0", "0.37.1", "0.38.0", "0.39.0", "0.40.0", "0.41.0", "0.42.0", "0.42.1")
 """Releases of diffusers in which the private registry has the form that this module knows."""
 
-# The parts of the registry that ``register``, and diffusers with what it leaves there, rely on.
+# The parts of the registry that ``register`` uses, and diffusers after it.
 _PARTS = (
     "register", "get_active_backend", "set_active_backend", "_active_backend", "_backends", "_constraints",
     "_supported_arg_names", "_supports_context_parallel",
@@ -39,10 +39,10 @@ _PARTS = (
 
 
 def register() -> None:
-    """Makes the name ``flashtile`` known to diffusers; nothing runs otherwise yet.
+    """Makes the name ``flashtile`` known to diffusers. No call runs differently yet.
 
     Raises:
-        UnsupportedError: A release of diffusers whose private registry was not tested.
+        UnsupportedError: This release of diffusers has a private registry that was not tested.
     """
     registry: Any = getattr(attention_dispatch, "_AttentionBackendRegistry", None)
     missing = [name for name in _PARTS if not hasattr(registry, name)]
@@ -107,7 +107,7 @@ def _attend(
 ) -> Tensor:
     """The backend: q, k, v and the result are ``(batch, seqlen, heads, head_dim)``; the rest is as in SDPA.
 
-    A mask ``(batch, seqlen_k)`` is one of keys, as in diffusers' native backend.
+    A mask ``(batch, seqlen_k)`` masks keys, as in diffusers' native backend.
     """
     if _parallel_config is not None:
         raise UnsupportedError("flashtile is no backend for diffusers' context parallelism")

@@ -1,20 +1,20 @@
-"""PyTorch's ``scaled_dot_product_attention``, run by flashtile where it can; what is left to PyTorch is counted.
+"""PyTorch's ``scaled_dot_product_attention``, run by flashtile where it can. Calls left to PyTorch are counted.
 
 ``with use():`` and ``enable()`` replace the function's name in ``torch.nn.functional`` and in the modules that imported
-it from there. Like PyTorch's ``sdpa_kernel`` they hold for all threads, so also for the one in which a backward runs
-a checkpointed forward again. They cost nothing outside of attention, and ``torch.compile`` sees them: code that was
-compiled before is compiled anew. A reference to the function that an object or a closure keeps is not reached. (A
-``TorchFunctionMode`` would reach it, at two microseconds for every operation and every ``x.shape``, and not in a
-backward, which PyTorch runs with the mode set aside.)
+it from there. Like PyTorch's ``sdpa_kernel`` they hold for all threads, including the thread in which a backward runs a
+checkpointed forward again. They cost nothing outside of attention, and ``torch.compile`` sees them: code that was
+compiled before is compiled again. A reference to the function in an object or a closure is not replaced. (A
+``TorchFunctionMode`` would reach it, but costs two microseconds for every operation and every ``x.shape``, and has no
+effect in a backward, which PyTorch runs without the mode.)
 
-Meanwhile the fused inference path of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``, which does not call
-the function, is off.
+Meanwhile the fused inference path of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` is off, because it
+does not call the function.
 
 ``torch.nn.attention.activate_flash_attention_impl("flashtile")`` is another way, for CUDA tensors: importing this
-module registers the name. PyTorch then chooses its kernels as always, and where that is flash attention, flashtile
-runs, in C++ code too. What flashtile refuses is an error there.
+module registers the name. PyTorch then chooses its kernels as always, and where it chooses flash attention, flashtile
+runs, in C++ code too. A call that flashtile refuses is an error there.
 
-``calls`` counts what ran, and with reasons what was left to PyTorch.
+``calls`` counts the calls that ran, and by reason the calls that were left to PyTorch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flashtile.integrations._flash_impl import Handle
 __all__ = ["calls", "disable", "enable", "is_enabled", "scaled_dot_product_attention", "use"]
 
 calls = Calls()
-"""What was served and left, in all threads, since the program's start or ``calls.clear()``."""
+"""Calls served and left, in all threads, since the program's start or ``calls.clear()``."""
 
 register_flash_attention_impl("flashtile", register_fn=lambda: Handle(calls))
 
@@ -60,8 +60,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """PyTorch's function of this name, run by flashtile where it can; the arguments, results and errors are PyTorch's.
 
-    Three results differ in what PyTorch leaves open: a row whose keys are all masked is 0 with gradients 0, dropout
-    draws other numbers, and there is no second derivative.
+    Three results differ where PyTorch leaves them open: a row with all keys masked is 0 and has gradients 0, dropout
+        draws
+    other numbers, and there is no second derivative.
     """
     found: Tensor | str = "sdpa_kernel or torch.backends.cuda turned some of PyTorch's kernels off"
     if _all_kernels_allowed():
@@ -70,7 +71,7 @@ def scaled_dot_product_attention(
         calls.serve()
         return found
     calls.leave(found)
-    # A CausalBias knows the function by its public name, which now stands for ours.
+    # A CausalBias calls the function by its public name, which is now ours.
     bias: Any = attn_mask
     function = type(bias)._dispatch if is_causal_bias(bias) else _PYTORCH
     return function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -78,7 +79,7 @@ def scaled_dot_product_attention(
 
 @torch.compiler.assume_constant_result
 def _all_kernels_allowed() -> bool:
-    # cuDNN's kernels are often turned off for good, which says nothing about flash attention.
+    # cuDNN's kernels are often turned off permanently, which does not concern flash attention.
     return (
         torch._C._get_flash_sdp_enabled()
         and torch._C._get_mem_efficient_sdp_enabled()
@@ -134,7 +135,7 @@ def is_enabled() -> bool:
 
 
 def _hold(change: int) -> None:
-    """Counts those who want calls to be served, and starts and stops with the first and the last."""
+    """Counts the requests to serve calls; serving starts with the first request and stops with the last."""
     global _holders, _serving, _fast_path
     present = F.scaled_dot_product_attention
     if change > 0 and present is not _PYTORCH and present is not _served_if_held:
@@ -152,12 +153,12 @@ def _hold(change: int) -> None:
 
 
 def _served_if_held(*tensors: Any, **keywords: Any) -> Tensor:
-    """What the name stands for meanwhile; who copies it keeps it afterwards."""
+    """The function behind the public name meanwhile. Code that copies the name keeps this function afterwards."""
     return (scaled_dot_product_attention if _serving else _PYTORCH)(*tensors, **keywords)
 
 
-# For torch.compile F.multi_head_attention_forward is one operation, whatever it calls; this copy is code to be traced.
-# It is told from the original by its code object, and without a __name__ its globals are found in the function.
+# torch.compile treats F.multi_head_attention_forward as one operation, whatever it calls; this copy is traced as code.
+# Its code object distinguishes it from the original, and without a __name__ its globals are found in the function.
 _multi_head = types.FunctionType(
     _MULTI_HEAD.__code__.replace(),
     {name: value for name, value in vars(F).items() if name != "__name__"}
@@ -167,7 +168,7 @@ _multi_head = types.FunctionType(
 
 
 def _rebind(changes: dict[Any, Any]) -> None:
-    """Changes what names in loaded modules stand for; in PyTorch itself only the public ones."""
+    """Rebinds names in loaded modules; in PyTorch itself only public names."""
     for name, module in list(sys.modules.items()):
         if (name.partition(".")[0] == "torch" and module is not F) or name == __name__:
             continue

@@ -1,7 +1,7 @@
 """flashtile as an attention backend of SGLang: ``--attention-backend flashtile``.
 
 SGLang finds ``register`` by an entry point of this package and calls it in each of its processes. The backend is loaded
-where it is chosen.
+when it is chosen.
 """
 
 from __future__ import annotations

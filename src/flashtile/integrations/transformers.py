@@ -2,8 +2,8 @@
 
 ``enable(model)`` switches a model; docs/transformers.md says what is translated and what is refused. Two functions are
 registered with transformers: ``mask``, which a model calls once per forward, and ``attention``, which each layer calls.
-What a layer attends to is taken from the mask, as in transformers' own eager attention, so that a layer that does not
-pass on its window is served right; the layer's own ``is_causal`` and ``sliding_window`` count where there is no mask.
+A layer's mask says what it attends to, as in transformers' own eager attention, so a layer that does not pass on its
+window is still served correctly. Without a mask, the layer's own ``is_causal`` and ``sliding_window`` count.
 
 Source: transformers 5.23, ``masking_utils`` and ``integrations/sdpa_attention``.
 """
@@ -33,7 +33,7 @@ from flashtile.integrations._transformers_ranks import over_ranks as over_ranks
 NAME = "tile_attention"  # transformers takes every name with "flash" in it for one of its own kernels
 calls = Calls()
 
-# Keywords that models hand down to every layer and that change nothing there: what token types mean is in the mask.
+# Keywords that models pass to every layer without an effect: the mask contains the meaning of token types.
 HARMLESS = {
     "cache_position", "layer_idx", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "return_dict", "seq_idx", "token_type_ids", "use_cache",
@@ -49,7 +49,7 @@ _REFUSED = {
     "output_attentions": "attention weights are never formed; switch to attn_implementation='eager' for them",
 }
 
-# The last position_ids that held no packed sequences, and how often it had been written to.
+# The last position_ids without packed sequences, and its version then.
 _looked_at: tuple[weakref.ref[Tensor], int] | None = None
 _explained: contextvars.ContextVar[Counter[str] | None] = contextvars.ContextVar("_explained", default=None)
 
@@ -59,14 +59,14 @@ def enable(model: PreTrainedModel | None = None, *, continuous_batching: bool = 
 
     Args:
         model: The model to switch, with all its parts. ``model.set_attn_implementation("sdpa")`` switches it back.
-        continuous_batching: Also for ``generate_batch`` and what else batches continuously, under a name for which
+        continuous_batching: Serve also ``generate_batch`` and other continuous batching, under a name for which
             transformers makes no masks there.
 
     Returns:
         The name for ``from_pretrained(..., attn_implementation=name)``.
 
     Raises:
-        UnsupportedError: A part of the model does not let its attention be replaced. Nothing was switched then.
+        UnsupportedError: The attention of a part of the model cannot be replaced. Nothing was switched then.
     """
     name = paged.NAME if continuous_batching else NAME
     AttentionInterface.register(name, attention)
@@ -89,17 +89,17 @@ def enable(model: PreTrainedModel | None = None, *, continuous_batching: bool = 
 
 
 def _is_replaceable(part: PreTrainedModel) -> bool:
-    """Whether a part's attention goes through the interface, and its masks are made for more than eager attention."""
+    """Whether a part's attention uses the interface, and its masks are made for more than eager attention."""
     declared = (part._supports_sdpa, part._supports_flash_attn, part._supports_flex_attn)
     has_attention = any("Attention" in type(module).__name__ for module in part.modules())
     return part._can_set_attn_implementation() and (any(declared) or not has_attention)
 
 
 def explain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
-    """Runs ``model(*args, **kwargs)`` without gradients and says what its attention calls ran with.
+    """Runs ``model(*args, **kwargs)`` without gradients, and describes the runs of its attention calls.
 
     Returns:
-        For each kind of call the number of calls and what ``flashtile.explain`` says of it.
+        For each kind of call the number of calls and the text of ``flashtile.explain``.
     """
     found: Counter[str] = Counter()
     token = _explained.set(found)
@@ -134,7 +134,7 @@ def attention(
 
     Raises:
         InvalidInputError: A keyword or mask without the form that transformers gives it.
-        UnsupportedError: A keyword that means something else than flashtile does, or is unknown.
+        UnsupportedError: A keyword has a meaning that flashtile does not have, or is unknown.
     """
     if isinstance(kwargs.get("cache"), PagedAttentionCache):
         _refuse_unknown({name: value for name, value in kwargs.items() if name not in paged.KEYWORDS})
@@ -217,7 +217,7 @@ def _over_ranks(q: Tensor, k: Tensor, v: Tensor, mask: Any, kwargs: dict[str, An
 
 
 def _without_mask(module: nn.Module, q: Tensor, k: Tensor, bounds: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords causal and window_size where only the layer says what it attends to."""
+    """The keywords causal and window_size, if only the layer defines them."""
     is_causal, window = kwargs.get("is_causal"), kwargs.get("sliding_window")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if bounds is not None and kwargs.get("position_bias") is not None:
@@ -228,7 +228,7 @@ def _without_mask(module: nn.Module, q: Tensor, k: Tensor, bounds: Any, kwargs: 
 
 
 def _refuse_packed_positions(position_ids: Tensor | None, mask: Tensor | LazyMask | None) -> None:
-    """Refuses positions of packed sequences beside a mask that does not tell them apart.
+    """Refuses positions of packed sequences together with a mask that does not separate the sequences.
 
     transformers looks for packed sequences only without an attention mask and a cache, and some models never do. Its
     own implementations disagree on such a call.
@@ -237,7 +237,7 @@ def _refuse_packed_positions(position_ids: Tensor | None, mask: Tensor | LazyMas
     tells_apart = isinstance(mask, Tensor) or (isinstance(mask, LazyMask) and (mask.packed or mask.keys is not None))
     if position_ids is None or position_ids.dim() != 2 or tells_apart or is_tracing(position_ids):
         return
-    # Looked at once for all layers, since it waits for the device.
+    # Checked once for all layers, since the check waits for the device.
     version = 0 if position_ids.is_inference() else position_ids._version
     if _looked_at is None or _looked_at[0]() is not position_ids or _looked_at[1] != version:
         if find_packed_sequence_indices(position_ids) is not None:
@@ -264,7 +264,7 @@ def _bounds_given(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     if bounds[0] is None:
         return None
     longest = [kwargs.get(f"max_length_{side}") for side in "qk"]
-    # A tensor would have to be waited for, and flashtile needs no longest length.
+    # Reading a tensor would wait for the device, and flashtile needs no longest length.
     return *(x.to(torch.int32) for x in bounds), *(x if isinstance(x, int) else None for x in longest)
 
 
@@ -279,7 +279,7 @@ def _same_sequence(q: Tensor, k: Tensor, bounds: tuple[Any, ...]) -> Tensor:
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Any, ...] | None, options: dict[str, Any]) -> Tensor:
-    """One call of flashtile, counted. With bounds all rows are one after another."""
+    """One counted call of flashtile. With bounds all rows are one after another."""
     calls.serve()
     batch, packing = q.shape[0], {}
     if bounds is not None:

@@ -1,7 +1,7 @@
 """flashtile as an attention backend of vLLM: ``--attention-backend FLASHTILE``.
 
 vLLM finds ``register`` by an entry point of this package, as one of its general plug-ins, and calls it in each of its
-processes. The backend is loaded where it is chosen.
+processes. The backend is loaded when it is chosen.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def register() -> None:
 
 
 def member() -> Any:
-    """The member of vLLM's ``AttentionBackendEnum`` that has our name.
+    """The member of vLLM's ``AttentionBackendEnum`` with our name.
 
-    vLLM sends its configuration to its processes before they load plug-ins, and a member of an enumeration by its
-    value, which they do not know yet. So ours is sent as a call of this function.
+    vLLM sends its configuration to its processes before they load plug-ins, and sends an enumeration's member as its
+    value, which the processes do not know yet. So our member is sent as a call of this function.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

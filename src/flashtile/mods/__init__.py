@@ -1,7 +1,7 @@
-"""Mods: attention that users write, as functions of one score or one pair, traced into graphs.
+"""Mods: users' functions of one score or one pair, which are traced into graphs.
 
-What ``score_mod`` and ``mask_mod`` of ``flashtile.attention`` take, ready-made: ``mods.causal``, ``mods.t5`` and so
-on, and ``and_masks`` and ``or_masks`` to put masks together. ``source`` shows the kernel code of a function.
+Ready-made functions for ``score_mod`` and ``mask_mod`` of ``flashtile.attention`` are here: ``mods.causal``,
+``mods.t5`` and so on. ``and_masks`` and ``or_masks`` combine masks. ``source`` shows the kernel code of a function.
 """
 
 from typing import TYPE_CHECKING, Any

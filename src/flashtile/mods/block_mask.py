@@ -1,9 +1,9 @@
-"""``BlockMask``: which blocks of rows and keys a mask keeps, listed for each block of rows and for each block of keys.
+"""``BlockMask``: the blocks of rows and keys that a mask keeps, listed for each block of rows and each block of keys.
 
-A list is sorted, of partial blocks first, in which the mask's function decides about each pair, then of full ones,
-which need no function. Blocks that are not listed hold no kept pair. Memory follows the blocks that are listed.
+A list is sorted. Partial blocks come first: in these the mask's function decides about each pair. Full blocks follow,
+which need no function. Blocks that are not listed hold no kept pair. Memory grows with the number of listed blocks.
 
-Behind its blocks a list may have what the function kept of each partial one, a bit a pair: see ``with_bits``.
+After the blocks there may be bits, one for each pair of a partial block that the function keeps: see ``with_bits``.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ PARTIAL, FULL = 1, 2
 
 @dataclass(frozen=True, eq=False)
 class BlockMask(BySample):
-    """What ``flashtile.create_block_mask`` makes, and PyTorch's ``BlockMask`` becomes.
+    """The result of ``flashtile.create_block_mask``, and of converting PyTorch's ``BlockMask``.
 
     ``mask[b]`` and ``mask[first:stop]`` are the masks of some samples, with the same lists, but without bits.
 
     Attributes:
-        row_blocks: ``(B, H, blocks_q, 3)`` int32: of each block of rows where its list begins in ``row_items``, where
-            the full blocks begin, and where it ends. B and H may be 1 for all sequences and heads.
-        row_items: int32, the blocks of keys, and some numbers more; ``with_bits`` says what it adds.
-        key_blocks: ``(B, H, blocks_k, 3)``: the same of each block of keys, for gradients.
+        row_blocks: ``(B, H, blocks_q, 3)`` int32: for each block of rows, where its list begins in ``row_items``, where
+            the full blocks begin, and where it ends. B or H is 1 if all sequences or heads share the lists.
+        row_items: int32, the blocks of keys, and further numbers if ``with_bits`` has added them.
+        key_blocks: ``(B, H, blocks_k, 3)``: the same for each block of keys, for gradients.
         key_items: int32, the blocks of rows.
         block_size: Rows and keys of a block.
-        lengths: Rows and keys of the mask.
-        mask_mod: Decides in partial blocks; None keeps all of them.
-        has_bits: Whether bits say what it decided.
+        lengths: The mask's rows and keys.
+        mask_mod: The function that decides in partial blocks; None keeps all of them.
+        has_bits: Whether the lists have bits with mask_mod's decisions.
     """
 
     row_blocks: Tensor
@@ -50,7 +50,7 @@ class BlockMask(BySample):
 
     @property
     def listed(self) -> tuple[int, ...]:
-        """``Options.listed`` of its calls."""
+        """``Options.listed`` for the mask's calls."""
         return (*self.block_size, 1) if self.has_bits else self.block_size
 
     @property
@@ -59,37 +59,37 @@ class BlockMask(BySample):
         return (*self.row_blocks.shape[:2], *self.lengths)
 
     def sparsity(self) -> float:
-        """The share of blocks that are left out, in percent, as of PyTorch's; waits for the device."""
+        """The percentage of blocks that are left out, as PyTorch's; waits for the device."""
         groups = self.row_blocks.flatten(0, -2)
         total = groups.shape[0] * self.key_blocks.shape[2]
         return 100.0 * (1 - int((groups[:, 2] - groups[:, 0]).sum()) / total) if total else 0.0
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The mask on a device; what its function captures stays where it is."""
+        """The mask on a device. Tensors that its function captures stay where they are."""
         names = ("row_blocks", "row_items", "key_blocks", "key_items")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     @property
     def batch(self) -> int:
-        """Samples that the mask differs in, 1 if all share it."""
+        """The number of samples with masks of their own; 1 if all share one mask."""
         return self.row_blocks.shape[0]
 
     def _some(self, first: int, stop: int) -> BlockMask:
-        """Of the same items, without bits, which lie where their lists' numbers say."""
+        """The mask of some samples, with the same items, but without bits: their places follow the number of lists."""
         mod, lists = self.mask_mod, (self.row_blocks[first:stop], self.key_blocks[first:stop])
         mod = mod if mod is None or not first else _from_sample(mod, first)
         return replace(self, row_blocks=lists[0], key_blocks=lists[1], mask_mod=mod, has_bits=False)
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        """Which blocks are partial, and which are full: ``(B, H, blocks_q, blocks_k)`` bool; waits for the device."""
+        """Booleans for partial blocks and for full ones, ``(B, H, blocks_q, blocks_k)`` each; waits for the device."""
         start, full_start, stop = self.row_blocks.long().flatten(0, -2).T.contiguous()
-        # Of lists made in compiled code no length is asked for; there bits may lie behind the lists.
+        # While code is traced no length is read; bits after the lists are then not cut off here.
         is_traced = torch.compiler.is_compiling()
         items = self.row_items if is_traced or not len(stop) else self.row_items[: int(stop[-1])]
         at, most = torch.arange(len(items), device=items.device), self.key_blocks.shape[2]
         owner = (torch.searchsorted(start, at, right=True) - 1).clamp(min=0)
         kind = torch.where(at < full_start[owner], PARTIAL, FULL)
-        # What lies between lists goes to a column that is cut off.
+        # Items between lists go to a column that is cut off.
         item = torch.where((start[owner] <= at) & (at < stop[owner]), items, most).long()
         found = torch.zeros(len(start), most + 1, dtype=torch.int64, device=items.device)
         found = found.index_put((owner, item), kind)[:, :most].view(*self.row_blocks.shape[:3], most)
@@ -97,7 +97,7 @@ class BlockMask(BySample):
 
 
 def _from_sample(mask_mod: Callable[..., Any], first: int) -> Callable[..., Any]:
-    """A function of samples that are counted from a later one on."""
+    """A function that takes sample ``first`` as sample 0."""
 
     def later(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return mask_mod(b + first, h, q_idx, kv_idx)
@@ -106,15 +106,17 @@ def _from_sample(mask_mod: Callable[..., Any], first: int) -> Callable[..., Any]
 
 
 def with_bits(mask: BlockMask, store: Callable[[Tensor, Tensor, bool], None]) -> BlockMask:
-    """The mask with bits of its partial blocks, which kernels read in place of its function.
+    """The mask with bits for its partial blocks, which kernels read instead of calling its function.
 
-    ``row_items`` and ``key_items`` then have a number for each list, where its bits begin, before the blocks, and bits
-    behind them, block by block, in the order of threads of a WGMMA accumulator: of each 128 elements of the other side
-    four numbers for each of this one, the n-th of columns c with c // 2 % 4 = n, at bit c // 8 * 2 + c % 2.
+    ``row_items`` and ``key_items`` then begin with one number for each list: the place where its bits begin. The blocks
+    follow, and then the bits, block by block, in the order of threads of a WGMMA accumulator. Each 128 elements of the
+    other side give four numbers for each element of this side: the n-th has the columns c with c // 2 % 4 = n, and
+    column c is bit c // 8 * 2 + c % 2.
 
     Args:
-        mask: Of blocks that 128 divides.
-        store: Stores the bits of blocks (group, of this side, of the other), int32, whether this side is that of keys.
+        mask: A mask with blocks of multiples of 128.
+        store: Stores bits into a tensor, for blocks (group, block of this side, block of the other side) int32; the
+            last argument says whether this side is keys.
     """
     made: dict[str, Any] = {}
     words = mask.block_size[0] * mask.block_size[1] // 32
@@ -126,7 +128,7 @@ def with_bits(mask: BlockMask, store: Callable[[Tensor, Tensor, bool], None]) ->
         owner = torch.repeat_interleave(torch.arange(len(bounds), device=device), counts)
         at = torch.arange(len(owner), device=device) - before[owner] + bounds[owner, 0]
         blocks = torch.stack((owner // ranges.shape[2], owner % ranges.shape[2], items[at].long()), -1).int()
-        # A launch takes its pointers for multiples of 16 bytes.
+        # A launch assumes that its pointers are multiples of 16 bytes.
         first = -(-(len(bounds) + len(items)) // 4) * 4
         joined = torch.empty(first + _room(len(owner)) * words, dtype=torch.int32, device=device)
         joined[: len(bounds)] = first + before * words
@@ -138,12 +140,12 @@ def with_bits(mask: BlockMask, store: Callable[[Tensor, Tensor, bool], None]) ->
 
 
 def _room(count: int) -> int:
-    """Of few sizes, so that plans of calls are found again with another mask."""
+    """A power of two that is at least ``count``: with few different sizes, plans serve other masks too."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 class Entries(NamedTuple):
-    """Listed blocks, a number each: ``b * H + h``, block of rows, block of keys, ``PARTIAL`` or ``FULL``; int64."""
+    """Listed blocks, as int64: ``b * H + h``, block of rows, block of keys, and ``PARTIAL`` or ``FULL``."""
 
     group: Tensor
     row: Tensor
@@ -158,7 +160,7 @@ def listed(
     lengths: tuple[int, int],
     mask_mod: Callable[..., Any] | None,
 ) -> BlockMask:
-    """The mask of listed blocks, in any order; groups: B and H."""
+    """The mask of listed blocks, given in any order. ``groups`` is B and H."""
     rows, keys = (-(-length // block) for length, block in zip(lengths, block_size, strict=True))
     group, row, key, kind = entries
     by_row = _lists(group * rows + row, key, kind, (*groups, rows), keys)
@@ -183,16 +185,17 @@ def of_kinds(
 ) -> BlockMask:
     """The mask of blocks that are 0, ``PARTIAL`` or ``FULL``, ``(B, H, blocks_q, blocks_k)`` int8.
 
-    Its lists have room for all blocks. So no length depends on data: nothing waits for the device, and torch.compile
-    and CUDA graphs can follow.
+    Its lists have room for all blocks, so no length depends on data: nothing waits for the device, and torch.compile
+        and
+    CUDA graphs can follow.
     """
     return BlockMask(*_with_room(kinds), *_with_room(kinds.mT), block_size, lengths, mask_mod)
 
 
 def _with_room(kinds: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``_lists``, each list at a place of its own."""
+    """As ``_lists``, but each list has a fixed place with room for all blocks."""
     *shape, most = kinds.shape
-    # A stable sort leaves the blocks of a kind in order.
+    # A stable sort keeps the blocks of each kind in order.
     items = torch.where(kinds == 0, FULL + 1, kinds).sort(dim=-1, stable=True).indices.int().flatten()
     start = (torch.arange(math.prod(shape), device=kinds.device) * most).view(shape)
     full_start, stop = start + (kinds == PARTIAL).sum(-1), start + (kinds != 0).sum(-1)

@@ -1,4 +1,4 @@
-"""Making graphs: operators are added one by one, what is constant is computed, and the end is one canonical graph."""
+"""Builds graphs: operators are added one by one, constants are folded, and the result is one canonical graph."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from flashtile.mods.graph import COMMUTATIVE, INPUTS, LEAVES, OPERATORS, Graph, Node, Partial, inputs_of
+from flashtile.mods.graph import COMMUTATIVE, INPUTS, LEAVES, OPERATORS, Graph, LoadDerivative, Node, inputs_of
 
 
-class Builder:
-    """Makes a graph operator by operator; equal ones are one node, and what is constant is computed here."""
+class GraphBuilder:
+    """Builds a graph operator by operator. Equal operators become one node, and constant ones are computed here."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -27,7 +27,7 @@ class Builder:
             simpler = self._simpler(op, kind, args)
             if simpler is not None:
                 return simpler
-        # Of numbers as texts, since -0.0 == 0.0 and nan != nan.
+        # Numbers are compared as texts, since -0.0 == 0.0 and nan != nan.
         key = (op, kind, *map(repr, args))
         found = self._known.get(key)
         if found is None:
@@ -40,14 +40,14 @@ class Builder:
         return self.add("const", kind, value)
 
     def cast(self, n: int, kind: str) -> int:
-        """A node as another kind."""
+        """A node converted to another kind."""
         if self.nodes[n].kind == kind:
             return n
-        # What has no fraction compares with 0 as a bool does.
+        # Comparison with 0 converts any kind to bool.
         return self.add("ne", "b", n, self.const(0, self.nodes[n].kind)) if kind == "b" else self.add("cast", kind, n)
 
     def value(self, n: int) -> Any:
-        """A constant node's value, None of any other."""
+        """The value of a constant node; None for any other node."""
         node = self.nodes[n]
         return node.args[0] if node.op == "const" else None
 
@@ -58,7 +58,7 @@ class Builder:
             return self._folded(op, kind, args)
         first, last = values[0], values[-1]
         if (op in ("add", "sub") and last == 0) or (op in ("mul", "div", "pow", "floordiv") and last == 1):
-            # A quotient of floats by 1 is floored, and so is one of integers by 1 the same.
+            # For integers a quotient by 1 is the argument; for floats it is floored.
             return args[0] if op != "floordiv" or kind != "f" else None
         if (op == "add" and first == 0) or (op == "mul" and first == 1):
             return args[1]
@@ -86,18 +86,18 @@ class Builder:
 
 
 def finished(
-    made: Builder, what: str, result: int, slope: int | None, partials: Sequence[Partial], kinds: Mapping[int, str],
-    numbers: Mapping[int, str],
+    made: GraphBuilder, what: str, result: int, slope: int | None, partials: Sequence[LoadDerivative],
+    kinds: Mapping[int, str], numbers: Mapping[int, str],
 ) -> tuple[Graph, list[int], list[int]]:  # fmt: skip
-    """The canonical graph of what a builder has, and which of its operands and numbers come in which order.
+    """The canonical graph of a builder's nodes, and its operands and numbers in the order of their use.
 
     Args:
         made: The builder.
-        what: As in ``Graph``, like result, slope and partials.
-        result: See there.
-        slope: See there.
-        partials: See there; those that are constantly 0 are left out.
-        kinds: Of the operands, with dimensions.
+        what: As in ``Graph``.
+        result: As in ``Graph``.
+        slope: As in ``Graph``.
+        partials: As in ``Graph``; partials that are constantly 0 are left out.
+        kinds: Kinds of the operands, with dimensions.
         numbers: Kinds of the numbers.
     """
     nodes: list[Node] = []
@@ -125,7 +125,7 @@ def finished(
 
     result = visit(result)
     slope = None if slope is None else visit(slope)
-    kept = tuple(Partial(visit(p.load), visit(p.slope)) for p in partials if made.value(p.slope) != 0)
+    kept = tuple(LoadDerivative(visit(p.load), visit(p.slope)) for p in partials if made.value(p.slope) != 0)
     graph = Graph(
         what, tuple(kinds[n] for n in of_operands), tuple(numbers[n] for n in of_numbers), tuple(nodes), result, slope,
         kept,
@@ -133,22 +133,22 @@ def finished(
     return graph, list(of_operands), list(of_numbers)
 
 
-def _shapes(made: Builder) -> list[str]:
-    """Of each node a text of what it computes, without operands and numbers, so that the order of a sum is one."""
+def _shapes(made: GraphBuilder) -> list[str]:
+    """For each node a text of its computation without operands and numbers, by which the terms of a sum are ordered."""
     found: list[str] = []
     for node in made.nodes:
         own = repr(node.args) if node.op == "const" else ""
         inner = [found[n] for n in inputs_of(node)]
         inner = sorted(inner) if node.op in COMMUTATIVE else inner
         text = " ".join((node.op, node.kind, own, *inner))
-        # Inputs and numbers come before what is computed, constants last.
+        # Inputs and numbers come before computed nodes, and constants last.
         rank = {"const": "z", "number": "b", "size": "b"}.get(node.op, "a" if node.op in INPUTS else "c")
         found.append(rank + hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
     return found
 
 
-def rebuilt(graph: Graph, into: Builder, leaf: Callable[[Node], int | None]) -> list[int]:
-    """A graph's nodes in a builder, by number; ``leaf`` may give another node for one."""
+def rebuilt(graph: Graph, into: GraphBuilder, leaf: Callable[[Node], int | None]) -> list[int]:
+    """A graph's nodes in a builder, by number. ``leaf`` may replace a node by another one."""
     found: list[int] = []
     for node in graph.nodes:
         other = leaf(node)
@@ -161,8 +161,8 @@ def rebuilt(graph: Graph, into: Builder, leaf: Callable[[Node], int | None]) -> 
 
 
 def with_values(graph: Graph, numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> str:
-    """The text of the graph with numbers and sizes of operands as constants."""
-    made = Builder()
+    """The text of the graph, with numbers and operands' sizes as constants."""
+    made = GraphBuilder()
 
     def leaf(node: Node) -> int | None:
         if node.op == "number":
@@ -170,6 +170,6 @@ def with_values(graph: Graph, numbers: Sequence[float], sizes: Sequence[Sequence
         return made.const(sizes[node.args[0]][node.args[1]], node.kind) if node.op == "size" else None
 
     at = rebuilt(graph, made, leaf)
-    partials = [Partial(at[p.load], at[p.slope]) for p in graph.partials]
+    partials = [LoadDerivative(at[p.load], at[p.slope]) for p in graph.partials]
     slope = None if graph.slope is None else at[graph.slope]
     return finished(made, graph.what, at[graph.result], slope, partials, dict(enumerate(graph.operands)), {})[0].text

@@ -1,9 +1,10 @@
-"""What a function reads besides its arguments, as far as that can be watched: seen again in each call at little cost.
+"""What a function reads besides its arguments, if that can be watched: it is checked in each call at little cost.
 
-``captured`` walks over a function in an order that its code alone decides: over tensors, numbers and constants of
-closures, globals, defaults and partials, in lists, tuples and dicts, and over plain attributes. What it finds that is
-neither tensor nor number is the function's key, by value: two functions with equal keys and as many tensors compute the
-same but for values. A function that may read anything else is not watched: it is traced in each call.
+``captured`` walks over a function in an order that the function's code alone decides: over tensors, numbers and
+constants of closures, globals, defaults and partials, in lists, tuples and dicts, and over plain attributes. Everything
+that is neither a tensor nor a number becomes the function's key, by value. Two functions with equal keys and equally
+many tensors compute the same, except for values. A function that may read anything else is not watched: it is traced in
+each call.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-# Their attributes are functions that every call finds the same, but for those that ask for a state or draw numbers.
+# Modules with attributes that are the same functions in every call, except those which read a state or draw numbers.
 _CONSTANT_MODULES = {
     "torch", "math", "builtins", "numpy", "operator", "_operator", "functools", "itertools", "typing", "flashtile",
 }  # fmt: skip
 _STATES = re.compile("rand|get_|is_|initial_seed|cuda|backends|normal|bernoulli|compiler|autocast")
-# What Python has built in and decides by the value of its arguments alone.
+# Built-in functions of Python that depend on the values of their arguments alone.
 _PURE = {
     "abs", "all", "any", "bool", "dict", "divmod", "enumerate", "filter", "float", "int", "isinstance", "len", "list",
     "map", "max", "min", "pow", "print", "range", "reversed", "round", "slice", "sorted", "str", "sum", "tuple", "type",
     "zip", "NotImplementedError", "RuntimeError", "TypeError", "ValueError", "AssertionError",
 }  # fmt: skip
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, complex, bytes, type(Ellipsis))
-# What a class has that ``namedtuple`` made.
+# The attributes of a class that ``namedtuple`` made.
 _OF_NAMEDTUPLE = {
     *vars(namedtuple("_", ())), "__orig_bases__", "__annotations__", "__annotate__", "__annotate_func__",
     "__annotations_cache__", "__firstlineno__", "__static_attributes__",
@@ -44,16 +45,16 @@ Chains = frozenset[tuple[str, ...]]
 
 
 class _Unwatched(Exception):
-    """A function that may read what is not watched."""
+    """Raised for a function that may read something that is not watched."""
 
 
 @dataclass(eq=False)
-class Captured:
+class CapturedValues:
     """What a function reads.
 
     Attributes:
-        key: All that is neither a tensor nor a number that may vary. It holds no object but code.
-        tensors: Each once.
+        key: Everything that is neither a tensor nor a number that may vary. Code is the only object in it.
+        tensors: The tensors, each once.
         numbers: Ints and floats that may vary, in order.
     """
 
@@ -62,8 +63,8 @@ class Captured:
     numbers: list[int | float] = field(default_factory=list)
 
 
-def captured(f: Callable[..., Any]) -> Captured | None:
-    """What a function reads; None if it may read more than can be watched."""
+def captured(f: Callable[..., Any]) -> CapturedValues | None:
+    """What a function reads; None if it may read something that cannot be watched."""
     walk = _Walk(None)
     try:
         walk.visit(f, frozenset({("__call__",)}))
@@ -74,15 +75,15 @@ def captured(f: Callable[..., Any]) -> Captured | None:
 
 
 def with_numbers(f: Callable[..., Any], number: Callable[[int], Any]) -> Any:
-    """A copy of a function that is watched, whose n-th number is ``number(n)``; tensors are those of f."""
+    """A copy of a watched function that reads ``number(n)`` as its n-th number; tensors stay f's own."""
     return _Walk(number).visit(f, frozenset({("__call__",)}))
 
 
 class _Walk:
-    """One walk; with ``number`` it makes a copy."""
+    """One walk over a function. With ``number`` it makes a copy."""
 
     def __init__(self, number: Callable[[int], Any] | None) -> None:
-        self.found, self._number = Captured(), number
+        self.found, self._number = CapturedValues(), number
         self._tensors: dict[int, int] = {}
         self._functions: dict[tuple[int, int, bool], tuple[int, Any]] = {}
         self._within: set[int] = set()
@@ -90,10 +91,10 @@ class _Walk:
         self._names: set[str] = set()
 
     def visit(self, x: Any, chains: Chains = _ALL, fixed: bool = False) -> Any:
-        """x, or the copy of it.
+        """Returns x, or its copy.
 
-        ``chains``: the attributes of it that a function reads, () where it takes all of it; ``fixed``: it is found
-        where no copy can be, so that its numbers are constants.
+        ``chains``: the attributes of x that a function reads, or () if it uses x as a whole. ``fixed``: x is in a place
+        that cannot be copied, so its numbers are constants.
         """
         key, kind = self.found.key, type(x)
         if isinstance(x, Tensor):
@@ -128,7 +129,7 @@ class _Walk:
         return "tensor", known
 
     def check_flags(self) -> None:
-        """Raises if the function may read what a program has written onto a tensor."""
+        """Raises if the function may read an attribute that a program has set on a tensor."""
         if self._flags and not self._flags.isdisjoint(self._names):
             raise _Unwatched
 
@@ -137,7 +138,7 @@ class _Walk:
         if id(x) in self._within or (is_named and vars(kind).keys() - _OF_NAMEDTUPLE != set(getattr(x, "_fields", ()))):
             raise _Unwatched
         self._within.add(id(x))
-        # A class that namedtuple made is its fields.
+        # The key of a named tuple is its fields.
         key.append((x._fields if is_named else kind, len(x)))
         made: Any
         if kind is dict:
@@ -154,7 +155,7 @@ class _Walk:
         return kind(*made) if is_named else tuple(made)
 
     def _object(self, x: Any, chains: Chains) -> None:
-        """An object of any class: the attributes that a function reads of it."""
+        """Visits the attributes that a function reads of an object of any class."""
         key = self.found.key
         root = (getattr(x, "__module__", None) or "").partition(".")[0]
         if isinstance(x, types.ModuleType) and x.__name__.partition(".")[0] in _CONSTANT_MODULES:
@@ -248,7 +249,7 @@ class _Walk:
 
 
 def _attribute(x: Any, name: str) -> Any:
-    """A plain attribute of an object, which no code of a program's computes."""
+    """A plain attribute of an object, which no code of a program computes."""
     of: Any = type(x)
     if of is types.ModuleType:
         return vars(x).get(name) if name in vars(x) else _unwatched()
@@ -281,7 +282,7 @@ def _in_class(x: type, name: str) -> Any:
 
 
 def _bound(found: Any, x: Any, of: type) -> Any:
-    """What a class has, as an attribute of its instance x, or of itself."""
+    """A class's attribute, bound to its instance x, or to the class."""
     if type(found) is types.FunctionType:
         return found if x is None else types.MethodType(found, x)
     if type(found) is staticmethod:
@@ -304,9 +305,9 @@ _NOT_FOLLOWED = {
 
 @functools.lru_cache(maxsize=1024)
 def _uses(code: types.CodeType, is_method: bool) -> tuple[Mapping[tuple[str, str], Chains] | None, frozenset[str]]:
-    """The names that code reads from outside, each with the attributes that follow, and all names of attributes in it.
+    """The outside names that code reads, each with the attributes that follow it, and all attribute names in the code.
 
-    The first is None if it may read what has no name.
+    The first result is None if the code may read something that has no name.
     """
     found: dict[tuple[str, str], set[tuple[str, ...]]] = {}
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]

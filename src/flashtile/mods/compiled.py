@@ -1,7 +1,7 @@
-"""Functions in code that torch.compile traces: it runs them itself, so that it guards all that they read.
+"""Functions in code that torch.compile traces: it traces them itself, and so guards everything that they read.
 
-``RECORDED`` is what ``lowered`` then asks about a function. A function may be made in the traced code, and capture what
-is computed there: the graph that torch.compile makes of it says which tensors and numbers it reads.
+``lowered`` then asks ``RECORDED`` about a function. A function may be made in the traced code, and capture tensors that
+are computed there: torch.compile's graph of the function shows the tensors and numbers that it reads.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _is_mapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class _Recorded(HigherOrderOperator):
-    """``(f, argument, what, device)`` to what is kept of a function, what it reads, and whether that is transformed."""
+    """Maps ``(f, argument, what, device)`` to a function's record, its inputs, and whether these are transformed."""
 
     def __init__(self) -> None:
         super().__init__("flashtile_recorded")
 
     def __call__(self, f: Any, argument: str, what: str, device: torch.device) -> tuple[Any, ...]:
-        """Of a function that torch.compile cannot trace and so leaves to Python."""
+        """Runs for a function that torch.compile cannot trace and therefore leaves to Python."""
         kept, tensors, numbers = record.recorded(f, argument, what)
         return kept, tensors, numbers, any(map(_is_mapped, tensors))
 
@@ -44,19 +44,19 @@ class _Variable(hops.TorchHigherOrderOperatorVariable):
     _HOP_NAME = "flashtile_recorded"
 
     def _call_function(self, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        # Those of releases that did not have ``call_function`` apart.
+        # Older releases call this method directly.
         f, argument, what, device = args
         is_score = what.as_python_constant() == "score"
         given = _inputs(tx, is_score, device.as_python_constant())
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-        with TransformGetItemToIndex():  # an index is no number that Python needs
+        with TransformGetItemToIndex():  # Python does not need an index's value
             _, graph, lifted = hops.speculate_subgraph(
                 tx, f, given, {}, description=argument.as_python_constant(), source_target=self.value,
                 set_subgraph_inputs="flatten_manual", restore_side_effects=False,
             )  # fmt: skip
         for node in list(graph.nodes):
-            # A float that may vary is a tensor for torch.compile, and so it is for kernels.
+            # A float that may vary is a tensor for torch.compile and for kernels.
             if node.op == "call_method" and node.target == "item" and node.args[0].op == "placeholder":
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
@@ -65,7 +65,7 @@ class _Variable(hops.TorchHigherOrderOperatorVariable):
         examples = [proxy.node.meta["example_value"] for proxy in proxies]
         try:
             traced, tensors, numbers = _traced(body, what.as_python_constant(), examples)
-        except TraceError as error:  # without a graph of all of it the call then says so itself, with the user's line
+        except TraceError as error:  # without a whole graph the call itself reports the error, with the user's line
             raise Unsupported(f"{argument.as_python_constant()}: {error}") from error
         kept = _constants(record.parted(traced))
         alias = torch.ops.aten.alias.default
@@ -87,13 +87,13 @@ def _inputs(tx: Any, is_score: bool, device: torch.device) -> list[Any]:
         indices = [build(tx, torch.empty).call_function(tx, [build(tx, ())], whole) for _ in range(4)]
         if not is_score:
             return indices
-        # With a gradient, or a derivative of the function's own would be lost.
+        # The score has a gradient; otherwise a function's own derivative would be lost.
         real = {"dtype": build(tx, torch.float32), "requires_grad": build(tx, torch.is_grad_enabled())}
         return [indices[0].call_method(tx, "new_empty", [build(tx, ())], real), *indices]
 
 
 def _traced(body: GraphModule, what: str, read: Sequence[Any]) -> tuple[Traced, list[int], list[int]]:
-    """A function's graph from torch.compile's, and which of what it reads are tensors and which are numbers."""
+    """A function's graph from torch.compile's graph, and the places of tensors and of numbers among its inputs."""
     tensors = [n for n, x in enumerate(read) if isinstance(x, torch.Tensor)]
     numbers = symbols = [n for n, x in enumerate(read) if not isinstance(x, torch.Tensor)]
 
@@ -107,7 +107,7 @@ def _traced(body: GraphModule, what: str, read: Sequence[Any]) -> tuple[Traced, 
     try:
         traced = trace(bound, what, real, [read[n] for n in numbers])
     except TraceError:
-        # Numbers are constants then, which torch.compile guards as soon as Python has them.
+        # Numbers are then constants, which torch.compile guards once Python has their values.
         plain = [float(read[n]) if isinstance(read[n], torch.SymFloat) else int(read[n]) for n in numbers]
         numbers, traced = [], trace(lambda _: bound(plain.__getitem__), what, real)
     if len(traced.tensors) > len(real):
@@ -116,7 +116,7 @@ def _traced(body: GraphModule, what: str, read: Sequence[Any]) -> tuple[Traced, 
 
 
 def _constants(x: Any) -> Any:
-    """Tuples of plain values alone, as torch.compile takes them."""
+    """Tuples of plain values alone, which torch.compile takes as constants."""
     if isinstance(x, tuple):
         return tuple(map(_constants, x))
     return int(x) if isinstance(x, torch.SymInt) else x

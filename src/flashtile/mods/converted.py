@@ -1,4 +1,4 @@
-"""PyTorch's ``BlockMask`` as ours: converted where it is first used, and again once it has changed."""
+"""Converts PyTorch's ``BlockMask`` to ours at its first use, and again after it has changed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _THEIRS = "torch.nn.attention.flex_attention"
 
 
 def lists_of(block_mask: Any) -> BlockMask:
-    """Lists from what a caller gives: ours, or PyTorch's, which is converted.
+    """The lists of a caller's mask: ours, or PyTorch's, which is converted.
 
-    What PyTorch's becomes is kept with it as long as its lists are the same tensors, at the same versions. So it is
-    made anew for tensors without versions, made in inference mode; and where a CUDA graph is captured or code traced,
-    so that what runs again follows the lists.
+    The converted mask is kept with PyTorch's mask as long as its lists are the same tensors at the same versions. It is
+    made again each time for tensors without versions, which are made in inference mode; and while a CUDA graph is
+    captured or code is traced, so that later runs follow the lists.
 
     Raises:
-        InvalidInputError: It is neither.
+        InvalidInputError: The mask is neither ours nor PyTorch's.
     """
     if isinstance(block_mask, BlockMask):
         return block_mask
@@ -38,8 +38,8 @@ def lists_of(block_mask: Any) -> BlockMask:
         return _converted(block_mask)
     kept = vars(block_mask).get("_flashtile")
     if kept is None or not kept.holds(read):
-        with torch.inference_mode(False):  # whose tensors autograd could not save for a backward
-            kept = _Kept(read, block_mask.mask_mod, _converted(block_mask))
+        with torch.inference_mode(False):  # autograd could not save tensors made in inference mode for a backward
+            kept = _KeptLists(read, block_mask.mask_mod, _converted(block_mask))
         if kept.lists.row_items.is_cuda:
             # The next call may be on another stream.
             torch.cuda.current_stream(kept.lists.row_items.device).synchronize()
@@ -51,29 +51,29 @@ def lists_of(block_mask: Any) -> BlockMask:
 
 
 def keep(block_mask: Any, lists: BlockMask) -> None:
-    """Keeps with PyTorch's mask the lists that it was made of."""
+    """Keeps with PyTorch's mask our lists, from which it was made."""
     read = _read_of(block_mask)
     if read is not None:
         reads = _reads_of(block_mask.mask_mod) if lists.has_bits else None
-        block_mask._flashtile = _Kept(read, block_mask.mask_mod, lists, reads)
+        block_mask._flashtile = _KeptLists(read, block_mask.mask_mod, lists, reads)
 
 
 class _Read(NamedTuple):
-    """What a conversion reads: lists, their versions, and sizes."""
+    """The inputs of a conversion: lists, their versions, and sizes."""
 
     lists: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
     sizes: tuple[Any, Any]
 
 
-class _Kept(NamedTuple):
-    """What PyTorch's mask has become.
+class _KeptLists(NamedTuple):
+    """The conversion of PyTorch's mask.
 
     Attributes:
-        read: What of it was read.
-        mask_mod: The function that it had.
-        lists: The mask.
-        reads: What the function read when bits were made of it, see ``_reads_of``.
+        read: The inputs that were read.
+        mask_mod: The mask's function at that time.
+        lists: Our mask.
+        reads: The tensors that the function read when bits were made, see ``_reads_of``.
     """
 
     read: _Read
@@ -82,13 +82,13 @@ class _Kept(NamedTuple):
     reads: Any = None
 
     def holds(self, now: _Read) -> bool:
-        """Whether lists and sizes are those that were read."""
+        """Whether lists and sizes are the ones that were read."""
         old = self.read
         same = all(x is y for x, y in zip(old.lists, now.lists, strict=True))
         return same and old.versions == now.versions and old.sizes == now.sizes
 
-    def with_function(self, mask_mod: Any) -> _Kept:
-        """The same of the function that the mask has now, without bits of what another one said, or this one once."""
+    def with_function(self, mask_mod: Any) -> _KeptLists:
+        """The same lists with the mask's present function, without bits of another function or of earlier values."""
         lists = self.lists
         if mask_mod is not self.mask_mod:
             lists = replace(lists, mask_mod=_function_of(mask_mod), has_bits=False)
@@ -98,18 +98,18 @@ class _Kept(NamedTuple):
 
 
 def _is_torchs(block_mask: Any) -> bool:
-    """Without importing PyTorch's module, which takes long: who has such a mask has imported it."""
+    """Whether a mask is PyTorch's. The slow import of its module is not needed: a mask exists only after it."""
     module = sys.modules.get(_THEIRS)
     return module is not None and isinstance(block_mask, module.BlockMask)
 
 
 def _function_of(mask_mod: Any) -> Callable[..., Any] | None:
-    """PyTorch's function of a mask that has none is none here."""
+    """A mask's function; None for PyTorch's placeholder of a mask without a function."""
     return None if mask_mod is sys.modules[_THEIRS].noop_mask else mask_mod  # type: ignore[no-any-return]
 
 
 def _read_of(mask: Any) -> _Read | None:
-    """None if some list has no version."""
+    """The inputs of a conversion; None if some list has no version."""
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
     try:
         versions = tuple([x._version for x in lists if x is not None])
@@ -119,13 +119,13 @@ def _read_of(mask: Any) -> _Read | None:
 
 
 def _is_recorded(x: Tensor) -> bool:
-    """Whether what is computed of a tensor now stands for something else, or runs again later."""
+    """Whether computations on a tensor are now traced, or recorded to run again later."""
     modes = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
     return bool(modes) or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _reads_of(mask_mod: Callable[..., Any]) -> tuple[Any, list[Tensor]] | None:
-    """What a function is and reads, by value, and tensors with their places in memory and versions; None without."""
+    """A function's key and numbers, and its tensors with their addresses and versions; None if it is not watched."""
     from flashtile.mods.record import lowered  # what few programs need is not loaded by all
 
     read = lowered(mask_mod, "mask_mod", "mask", False)
@@ -137,7 +137,7 @@ def _reads_of(mask_mod: Callable[..., Any]) -> tuple[Any, list[Tensor]] | None:
 
 
 def _is_same(old: tuple[Any, list[Tensor]] | None, now: tuple[Any, list[Tensor]] | None) -> bool:
-    """What was read is kept alive meanwhile, so that no other tensor has its place."""
+    """Whether a function reads the same. The old tensors are kept alive, so no other tensor has their address."""
     return old is not None and now is not None and old[0] == now[0]
 
 
@@ -147,7 +147,7 @@ def _converted(mask: Any) -> BlockMask:
     block_size = (size, size) if isinstance(size, int) else (size[0], size[1])
     first = _four(mask.kv_num_blocks, 3)
     most = -(-keys // block_size[1])
-    # What is listed beyond the keys, or not at all, goes to a column that is cut off.
+    # Blocks beyond the keys, and places without a block, go to a column that is cut off.
     kinds = torch.zeros(*first.shape, most + 1, dtype=torch.int8, device=first.device)
     for num_blocks, indices, kind in (
         (mask.kv_num_blocks, mask.kv_indices, PARTIAL), (mask.full_kv_num_blocks, mask.full_kv_indices, FULL),

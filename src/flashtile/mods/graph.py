@@ -1,8 +1,8 @@
-"""Graphs of mods: what a user's function computes of one score, as numbered operators from a fixed table.
+"""Graphs of mods: a user's function of one score, as numbered operators from a fixed table.
 
-A ``Graph`` has one text, the same for all functions that compute the same: the operators in the order of their first
-use, operands and numbers by their place, no names and no values. The text is what operators of PyTorch carry and what
-plans and kernels are kept by. It is parsed against the table, so no code comes from a text.
+A ``Graph`` has one text, which is the same for all functions that compute the same: the operators in the order of their
+first use, operands and numbers by their place, without names and values. PyTorch's operators carry the text, and it is
+the key of plans and kernels. It is parsed against the table, so no code comes from a text.
 
 Kinds of values: "f" float (float32 on GPUs, the dtype of the softmax on CPUs), "i" and "l" integers of 32 and 64 bits,
 "b" bool.
@@ -19,27 +19,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Between the operators of a text.
+# The separator of operators in a text.
 _END = "; "
 INPUTS = {"score": "f", "b": "i", "h": "i", "i": "i", "j": "i"}
-# Operators that have data in place of arguments: a value, the place of a number, an operand and one of its dimensions.
+# Operators with data in place of arguments: a value; the place of a number; an operand and one of its dimensions.
 LEAVES = {"const": 1, "number": 1, "size": 2}
-# Whose arguments may be exchanged, without a change of a bit.
+# Operators with arguments that may be exchanged without a change of a bit.
 COMMUTATIVE = {"add", "mul", "maximum", "minimum", "and", "or", "xor", "eq", "ne"}
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """The graph's kind of values of a dtype."""
+    """The graph's kind of values for a dtype."""
     if dtype.is_floating_point:
         return "f"
     return {torch.bool: "b", torch.int64: "l"}.get(dtype, "i")
 
 
 class Node(NamedTuple):
-    """One operator: its result's kind, and the numbers of the nodes that it takes; data for what is in ``LEAVES``.
+    """One operator: its result's kind, and the numbers of its arguments' nodes, or data if it is in ``LEAVES``.
 
-    A "load" has the place of an operand, and then a node for each of its dimensions.
+    A "load" has the place of an operand, followed by a node for each of its dimensions.
     """
 
     op: str
@@ -47,8 +47,8 @@ class Node(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
-class Partial(NamedTuple):
-    """The derivative of the result with respect to what a load reads: both are numbers of nodes."""
+class LoadDerivative(NamedTuple):
+    """The derivative of the result with respect to a load; both are numbers of nodes."""
 
     load: int
     slope: int
@@ -58,7 +58,7 @@ def _fmod(x: Tensor, y: Tensor) -> Tensor:
     return torch.fmod(x, y)
 
 
-# Operator -> (kinds of its arguments; "." is the result's own, "?" any, the same for all), and as PyTorch has it.
+# Operator -> (kinds of its arguments: "." the result's own, "?" any, the same for all; PyTorch's function).
 OPERATORS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "add": ("..", torch.add), "sub": ("..", torch.sub), "mul": ("..", torch.mul), "neg": (".", torch.neg),
     "abs": (".", torch.abs), "sign": (".", torch.sign), "maximum": ("..", torch.maximum),
@@ -73,7 +73,7 @@ OPERATORS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     **{name: ("??", getattr(torch, name)) for name in _COMPARE},
     "where": ("b..", torch.where), "cast": ("?", lambda x: x),
 }  # fmt: skip
-# Those whose result may be of some kinds alone.
+# Operators that allow only some kinds of results.
 _RESULTS = {
     **dict.fromkeys(_COMPARE, "b"), **dict.fromkeys(("and", "or", "xor", "not"), "bil"),
     **dict.fromkeys(("shl", "shr"), "il"), **dict.fromkeys(("where", "cast"), "filb"),
@@ -84,16 +84,16 @@ _RESULTS = {
 
 @dataclass(frozen=True)
 class Graph:
-    """What a mod computes.
+    """The computation of a mod.
 
     Attributes:
         what: "score" or "mask".
         operands: Kind and number of dimensions of each tensor that it reads, as ``"f2"``.
         numbers: Kind of each Python number that it reads, "f" or "i".
-        nodes: Its operators, each after those that it takes.
-        result: The node of its result: a float, or of a mask whether a pair is kept.
-        slope: Of a score mod the node of the derivative with respect to the score, else None.
-        partials: Derivatives with respect to what it loads of float tensors, those that are not 0 everywhere.
+        nodes: Its operators, each after its arguments.
+        result: The node of its result: for a score mod a float, for a mask mod whether a pair is kept.
+        slope: For a score mod the node of the derivative with respect to the score, else None.
+        partials: Derivatives with respect to its loads from float tensors, if they are not 0 everywhere.
     """
 
     what: str
@@ -102,11 +102,11 @@ class Graph:
     nodes: tuple[Node, ...]
     result: int
     slope: int | None
-    partials: tuple[Partial, ...] = ()
+    partials: tuple[LoadDerivative, ...] = ()
 
     @functools.cached_property
     def text(self) -> str:
-        """The canonical text; one line, as PyTorch writes operators' arguments into comments of the code it makes."""
+        """The canonical text. It is one line, because PyTorch writes arguments into comments of generated code."""
         lines = [f"{self.what} {' '.join(self.operands) or '-'} | {' '.join(self.numbers) or '-'}"]
         lines += [f"{node.kind} {node.op} {' '.join(map(repr, node.args))}".rstrip() for node in self.nodes]
         ends = [str(self.result), "-" if self.slope is None else str(self.slope)]
@@ -114,7 +114,7 @@ class Graph:
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
-        """What each node depends on at most: 0 head, 1 row, 2 key or pair, 3 the score."""
+        """The most that each node depends on: 0 head, 1 row, 2 key or pair, 3 the score."""
         found: list[int] = []
         for node in self.nodes:
             own = {"score": 3, "j": 2, "i": 1}.get(node.op, 0)
@@ -122,7 +122,7 @@ class Graph:
         return tuple(found)
 
     def needed(self, ends: Sequence[int], given: Sequence[int] = ()) -> list[int]:
-        """The nodes that some need, themselves among them, in order; but for what those given need."""
+        """The nodes that ``ends`` need, ``ends`` included, in order; without the nodes that only ``given`` need."""
         wanted = set(ends)
         for n in range(len(self.nodes) - 1, -1, -1):
             if n in wanted and n not in given:
@@ -135,14 +135,14 @@ class Graph:
 
 
 def inputs_of(node: Node) -> tuple[int, ...]:
-    """The nodes that a node takes."""
+    """The nodes that are a node's arguments."""
     if node.op in LEAVES:
         return ()
     return node.args[1:] if node.op == "load" else node.args
 
 
 class GraphError(ValueError):
-    """A text that is no graph."""
+    """Raised for a text that is not a graph."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -150,7 +150,7 @@ def parse(text: str) -> Graph:
     """The graph of a text.
 
     Raises:
-        GraphError: It is none, or has what the table does not permit.
+        GraphError: The text is not a graph, or has something that the table does not permit.
     """
     lines = text.split(_END)
     head, _, numbers = lines[0].partition(" | ")
@@ -164,7 +164,7 @@ def parse(text: str) -> Graph:
         graph = Graph(
             what, tuple(x for x in operands if x != "-"), tuple(x for x in numbers.split(" ") if x != "-"),
             tuple(nodes), int(result), None if slope == "-" else int(slope),
-            tuple(Partial(*map(int, pair.split(":"))) for pair in partials),
+            tuple(LoadDerivative(*map(int, pair.split(":"))) for pair in partials),
         )  # fmt: skip
     except (ValueError, TypeError, IndexError) as error:
         raise GraphError(f"{text!r} is no graph of a mod: {error}") from error
@@ -183,7 +183,7 @@ def _value(word: str) -> Any:
 
 
 def _check(graph: Graph) -> None:
-    """Raises GraphError for what the table does not permit."""
+    """Raises GraphError if the table does not permit the graph."""
     if graph.what not in ("score", "mask"):
         raise GraphError(f"{graph.what!r} is no kind of mod")
     for n, node in enumerate(graph.nodes):
@@ -226,15 +226,15 @@ def evaluate(
     graph: Graph, ends: Sequence[int], at: Mapping[str, Tensor], operands: Sequence[Tensor], numbers: Sequence[float],
     dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    """Nodes' values by PyTorch's operators; gradients flow through them.
+    """Computes nodes' values with PyTorch's operators; gradients flow through them.
 
     Args:
         graph: The graph.
-        ends: The nodes that are wanted.
+        ends: The wanted nodes.
         at: The inputs by name, which broadcast against one another.
-        operands: What it reads.
-        numbers: Its numbers.
-        dtype: Of floats. Integers are int64.
+        operands: The tensors that the graph reads.
+        numbers: The numbers that the graph reads.
+        dtype: The dtype of floats. Integers are int64.
     """
     device = next(iter(at.values())).device
     dtypes = {"f": dtype, "i": torch.int64, "l": torch.int64, "b": torch.bool}
@@ -258,7 +258,7 @@ def evaluate(
 
 
 def inside(x: Tensor, size: int) -> Tensor:
-    """An index in range: from the end if negative as in Python, and then the nearest that exists."""
+    """An index in range: negative ones count from the end as in Python, and then the nearest valid index is taken."""
     return torch.where(x < 0, x + size, x).clamp(0, max(size - 1, 0))
 
 
@@ -266,7 +266,7 @@ def places_of(
     graph: Graph, load: int, at: Mapping[str, Tensor], operands: Sequence[Tensor], numbers: Sequence[float],
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Where a load reads: indices into its operand, flattened; they broadcast as the inputs do."""
+    """The places that a load reads, as indices into its flattened operand; they broadcast as the inputs do."""
     node = graph.nodes[load]
     shape = operands[node.args[0]].shape
     flat = torch.zeros((), dtype=torch.int64, device=next(iter(at.values())).device)

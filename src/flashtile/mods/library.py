@@ -1,4 +1,4 @@
-"""Ready-made functions for ``score_mod`` and ``mask_mod``; all but ``causal`` are made by a call with what they need.
+"""Ready-made functions for ``score_mod`` and ``mask_mod``. All except ``causal`` are returned by a call.
 
 A mask keeps a pair where it is True. Positions count from the first row and the first key of a sequence.
 """
@@ -23,17 +23,17 @@ ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 def source(f: Callable[..., Any]) -> str:
     """The Triton functions that kernels call for a score mod or a mask mod, as text.
 
-    Two functions that compute the same but for values have one text. Calls over a cache compute in place what others
-    read from a table of distances (``of_distance``).
+    Two functions that compute the same, except for values, have one text. Calls over a cache compute values that other
+    calls read from a table of distances (``of_distance``).
 
     Raises:
-        InvalidInputError: f is no mod.
+        InvalidInputError: f is not a mod.
     """
     return _printed(source_graph(f).text, True)
 
 
 def and_masks(*masks: MaskMod) -> MaskMod:
-    """Keeps what every one of the masks keeps."""
+    """Keeps the pairs that all of the masks keep."""
 
     def every(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         kept: Any = True
@@ -45,7 +45,7 @@ def and_masks(*masks: MaskMod) -> MaskMod:
 
 
 def or_masks(*masks: MaskMod) -> MaskMod:
-    """Keeps what one of the masks keeps."""
+    """Keeps the pairs that at least one of the masks keeps."""
 
     def either(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         kept: Any = False
@@ -67,12 +67,12 @@ def window(left: int, right: int = 0) -> MaskMod:
 
 
 def prefix_lm(lengths: Tensor) -> MaskMod:
-    """Causal, but that all rows see the first ``lengths[b]`` keys; lengths ``(batch,)`` of integers."""
+    """A causal mask that also keeps the first ``lengths[b]`` keys for all rows; lengths ``(batch,)`` of integers."""
     return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (kv_idx < lengths[b])
 
 
 def documents(ids: Tensor) -> MaskMod:
-    """Keeps pairs of one document; ids ``(seqlen,)`` or ``(batch, seqlen)`` of integers. Packed calls skip others."""
+    """Keeps pairs within a document; ids ``(seqlen,)`` or ``(batch, seqlen)`` of integers. Packed calls skip others."""
     if ids.dim() == 1:
         return lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx]
     return lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx]
@@ -84,7 +84,7 @@ def dilated(step: int) -> MaskMod:
 
 
 def neighbourhood_2d(width: int, radius: int) -> MaskMod:
-    """Of an image whose rows of ``width`` follow one another: keeps what is at most ``radius`` away in x and in y."""
+    """For an image stored row by row, ``width`` pixels in a row: keeps pairs at most ``radius`` apart in x and in y."""
 
     def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         across, down = q_idx % width - kv_idx % width, q_idx // width - kv_idx // width
@@ -94,7 +94,7 @@ def neighbourhood_2d(width: int, radius: int) -> MaskMod:
 
 
 def neighbourhood_3d(height: int, width: int, radius: int) -> MaskMod:
-    """Of a video whose images of ``height * width`` follow one another: the same in x, y and time."""
+    """For a video stored as images of ``height * width``: keeps pairs at most ``radius`` apart in x, y and time."""
 
     def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         across, down = q_idx % width - kv_idx % width, q_idx // width % height - kv_idx // width % height
@@ -105,7 +105,7 @@ def neighbourhood_3d(height: int, width: int, radius: int) -> MaskMod:
 
 
 def tree(parents: Sequence[int], device: torch.device | str | None = None) -> MaskMod:
-    """Keeps each row's ancestors and itself; ``parents[n]`` is the row before n that it follows, -1 of none."""
+    """Keeps each row's ancestors and itself; ``parents[n]`` is row n's parent, an earlier row, or -1 for none."""
     seen = torch.eye(len(parents), dtype=torch.bool)
     for row, parent in enumerate(parents):
         if parent >= 0:
@@ -115,15 +115,15 @@ def tree(parents: Sequence[int], device: torch.device | str | None = None) -> Ma
 
 
 def chunked(size: int) -> MaskMod:
-    """Keeps pairs of one chunk of ``size`` positions; with ``causal`` that of Llama 4."""
+    """Keeps pairs within one chunk of ``size`` positions; with ``causal`` it is Llama 4's mask."""
     return lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size
 
 
 def block_diffusion(length: int, size: int) -> MaskMod:
-    """Of noisy tokens followed by as many clean ones, ``length`` each, in blocks of ``size`` tokens.
+    """For ``length`` noisy tokens followed by as many clean ones, in blocks of ``size`` tokens.
 
-    A noisy block sees itself and the clean blocks before it, a clean one itself and those before it. Source: Arriola et
-    al. 2025, arXiv:2503.09573.
+    A noisy block sees itself and the clean blocks before its own. A clean block sees itself and the clean blocks before
+    it. Source: Arriola et al. 2025, arXiv:2503.09573.
     """
 
     def kept(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -136,7 +136,7 @@ def block_diffusion(length: int, size: int) -> MaskMod:
 
 
 def shared_prefix(length: int, ids: Tensor) -> MaskMod:
-    """Causal, of continuations of one prefix of ``length`` tokens; ids ``(seqlen,)`` says which one a token is of."""
+    """A causal mask for continuations of one prefix of ``length`` tokens; ids ``(seqlen,)`` has their numbers."""
 
     def kept(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & ((kv_idx < length) | (ids[q_idx] == ids[kv_idx]))
@@ -150,7 +150,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def relative(table: Tensor) -> ScoreMod:
-    """A learned bias of the distance: table ``(num_heads_q, 2 * n + 1)``, of distances from -n to n; others are cut."""
+    """A learned bias by distance: table ``(num_heads_q, 2 * n + 1)`` for distances -n to n; others are clamped."""
     reach = table.shape[1] // 2
     return lambda score, b, h, q_idx, kv_idx: score + table[h, (kv_idx - q_idx).clamp(-reach, reach) + reach]
 
@@ -158,7 +158,7 @@ def relative(table: Tensor) -> ScoreMod:
 def t5(table: Tensor, max_distance: int = 128, bidirectional: bool = True) -> ScoreMod:
     """T5's learned bias by buckets of distances; table ``(num_buckets, num_heads_q)``.
 
-    Source: Raffel et al. 2020, arXiv:1910.10683; the buckets are those of its implementation in transformers.
+    Source: Raffel et al. 2020, arXiv:1910.10683; the buckets are as in transformers' implementation.
     """
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = buckets // 2
@@ -175,7 +175,7 @@ def t5(table: Tensor, max_distance: int = 128, bidirectional: bool = True) -> Sc
 
 
 def graphormer(table: Tensor, distances: Tensor) -> ScoreMod:
-    """A learned bias of the distance in a graph: table ``(num_heads_q, n)``, distances ``(batch, seqlen_q, seqlen_k)``.
+    """A learned bias by distance in a graph: table ``(num_heads_q, n)``, distances ``(batch, seqlen_q, seqlen_k)``.
 
     Source: Ying et al. 2021, arXiv:2106.05234.
     """

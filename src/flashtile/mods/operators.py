@@ -1,15 +1,15 @@
-"""PyTorch's operators as those of a graph: what a function and its derivative may consist of."""
+"""Translates PyTorch's operators to a graph's: a function and its derivative may consist of these."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from flashtile.mods.build import Builder
+from flashtile.mods.build import GraphBuilder
 from flashtile.mods.graph import OPERATORS, kind_of
 from flashtile.mods.reading import Refused
 
-# PyTorch's name -> the graph's, where another; in place and reflected ones follow from these.
+# PyTorch's name -> the graph's name, if they differ; in-place and reflected operators follow from these.
 _NAMES = {
     "true_divide": "div", "divide": "div", "floor_divide": "floordiv", "remainder": "rem", "multiply": "mul",
     "subtract": "sub", "bitwise_and": "and", "logical_and": "and", "__and__": "and", "bitwise_or": "or",
@@ -30,8 +30,8 @@ _CONSTANTS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like
 _FILLED = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1, "fill_": 1}
 
 
-def _formulas(b: Builder) -> dict[str, Callable[..., int]]:
-    """Operators that are several of a graph's; arguments are nodes of floats."""
+def _formulas(b: GraphBuilder) -> dict[str, Callable[..., int]]:
+    """Operators that become several of a graph's operators. The arguments are nodes of floats."""
 
     def op(name: str, *args: int) -> int:
         return b.add(name, "f", *args)
@@ -54,7 +54,7 @@ def _formulas(b: Builder) -> dict[str, Callable[..., int]]:
 
 
 def record(recorder: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Records what an operator computes, of numbers without values."""
+    """Records an operator on numbers without values."""
     name = func.overloadpacket.__name__
     if name in _VALUES:
         raise Refused(
@@ -86,8 +86,8 @@ def _decomposed(recorder: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _known(recorder: Any, name: str) -> Callable[[Any, Any, str], int] | None:
-    """What makes an operator's node from its arguments and its result's kind; None if it is not known."""
-    b: Builder = recorder.made
+    """A function that makes an operator's node from its arguments and its result's kind; None for unknown operators."""
+    b: GraphBuilder = recorder.made
     node = recorder.node
     own = _NAMES.get(name, name)
     formula = _formulas(b).get(name)
@@ -140,14 +140,14 @@ def _known(recorder: Any, name: str) -> Callable[[Any, Any, str], int] | None:
     return plain if own in OPERATORS and own not in ("cast", "where") else None
 
 
-def _times(b: Builder, n: int, args: Any, kwargs: Any) -> int:
-    """A node times an operator's ``alpha``."""
+def _times(b: GraphBuilder, n: int, args: Any, kwargs: Any) -> int:
+    """A node multiplied by an operator's ``alpha``."""
     alpha, kind = kwargs.get("alpha", args[2] if len(args) > 2 else 1), b.nodes[n].kind
     return n if alpha == 1 else b.add("mul", kind, n, b.const(alpha, kind))
 
 
 def _alike(recorder: Any, args: Any) -> list[int]:
-    """The nodes of what is compared, of the kind in which PyTorch compares it."""
+    """The nodes to compare, converted to the kind in which PyTorch compares them."""
     nodes = [recorder.node(x) for x in args]
     kinds = [recorder.made.nodes[n].kind for n in nodes]
     # A Python number does not widen a tensor's integers.

@@ -1,20 +1,20 @@
-"""Mods of parts of longer sequences: the same function of positions in the whole, read from a table by sequence."""
+"""Mods for parts of longer sequences: the same function of positions in the whole, from a table by sequence."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from flashtile.mods.graph import LEAVES, Graph, Node, Partial, parse
+from flashtile.mods.graph import LEAVES, Graph, LoadDerivative, Node, parse
 
-# Columns of the table, a row of int32 for each sequence: which one of the whole it is part of, the first row and the
-# step from one to the next, the same of keys, and the first head.
+# Columns of the table, which has a row of int32 for each sequence: its number among the whole sequences, its first row
+# and the step from a row to the next, its first key and the step from a key to the next, and the first head.
 COLUMNS = ("b", "row", "row_step", "key", "key_step", "head")
 
 
 @functools.lru_cache(maxsize=1024)
 def of_part(text: str) -> str:
-    """The text of a mod that reads one operand more, the table, after its own."""
+    """The text of the mod with one more operand, the table, after its own operands."""
     graph = parse(text)
     table, nodes = len(graph.operands), list[Node]()
     known: dict[tuple[Any, ...], int] = {}
@@ -46,7 +46,7 @@ def of_part(text: str) -> str:
             places.append(put(op, kind, args[0], *(places[n] for n in args[1:])))
         else:
             places.append(put(op, kind, *(places[n] for n in args)))
-    partials = tuple(Partial(places[p.load], places[p.slope]) for p in graph.partials)
+    partials = tuple(LoadDerivative(places[p.load], places[p.slope]) for p in graph.partials)
     slope = None if graph.slope is None else places[graph.slope]
     operands = (*graph.operands, "i2")
     return Graph(graph.what, operands, graph.numbers, tuple(nodes), places[graph.result], slope, partials).text

@@ -1,6 +1,6 @@
-"""How the places that a load reads depend on a pair: what decides the order in which its gradient is summed.
+"""The way in which the places that a load reads depend on a pair: it decides how the load's gradient is summed.
 
-And which values depend on a pair's distance alone, so that kernels read them from a table.
+Also the values that depend on a pair's distance alone, which kernels read from a table.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from typing import Literal
 
 from flashtile.mods.graph import Graph, inputs_of
 
-# rows: on b, h and i alone. keys: on b, h and j. pairs: each pair of a head has an entry of its own. diagonals: on
-# i - j, b and h. any: otherwise.
+# rows: the places depend on b, h and i alone. keys: on b, h and j. pairs: each pair of a head has its own entry.
+# diagonals: on i - j, b and h. any: otherwise.
 Way = Literal["rows", "keys", "pairs", "diagonals", "any"]
-# What takes many instructions.
-DEAR = {"floordiv", "rem", "fmod", "pow", "exp", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "erf"}
+# Operators that take many instructions.
+EXPENSIVE = {"floordiv", "rem", "fmod", "pow", "exp", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "erf"}
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 @functools.lru_cache(maxsize=1024)
 def way_of(graph: Graph, load: int) -> Way:
-    """How a load's places depend on a pair."""
+    """The way in which a load's places depend on a pair."""
     index = inputs_of(graph.nodes[load])
     needed = {graph.nodes[n].op for n in graph.needed(index)} if index else set()
     if "score" in needed:
@@ -36,18 +36,18 @@ def way_of(graph: Graph, load: int) -> Way:
 
 
 def reads_pairs(graph: Graph) -> bool:
-    """Whether a load depends on more of a pair than its row, its key or its distance."""
+    """Whether some load depends on more of a pair than its row, its key or its distance."""
     return any(node.op == "load" and way_of(graph, n) in ("pairs", "any") for n, node in enumerate(graph.nodes))
 
 
 def axes_of(graph: Graph, load: int) -> tuple[int | None, ...]:
-    """Of a load by pairs the dimension of its tensor along which each of b, h, i and j lies."""
+    """For a load by pairs, the dimension of its tensor along which each of b, h, i and j lies."""
     names = [_name(graph, n) for n in inputs_of(graph.nodes[load])]
     return tuple(names.index(name) if name in names else None for name in ("b", "h", "i", "j"))
 
 
 def _name(graph: Graph, n: int) -> str | None:
-    """Which of b, h, i and j a node is; None if it is none of them."""
+    """The name of a node that is b, h, i or j; None for other nodes."""
     node = graph.nodes[n]
     while node.op == "cast" and node.kind in "il":
         node = graph.nodes[node.args[0]]
@@ -56,9 +56,9 @@ def _name(graph: Graph, n: int) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _drifts(graph: Graph) -> tuple[int | None, ...]:
-    """How much each node grows where i and j both grow by one; 0 of what follows from their distance, None if unknown.
+    """How much each node grows if i and j both grow by one: 0 if it depends on their distance, None if unknown.
 
-    Of integers alone, which do not round: a float that is not of the distance alone is unknown.
+    Only integers have a known growth, since they do not round; a float is unknown unless it depends on distance alone.
     """
     found: list[int | None] = []
     for node in graph.nodes:
@@ -87,28 +87,28 @@ def _drifts(graph: Graph) -> tuple[int | None, ...]:
 
 
 def _is_of_distance(graph: Graph, n: int) -> bool:
-    """Whether a node depends on i and j by their difference alone."""
+    """Whether a node depends on i and j only by their difference."""
     return _drifts(graph)[n] == 0
 
 
 @functools.lru_cache(maxsize=1024)
 def tabulated(graph: Graph) -> tuple[int, ...]:
-    """Floats of a score mod that depend on a pair's distance alone and are dear: worth a table, made once a head.
+    """Expensive floats of a score mod that depend on a pair's distance alone: a table of them is made once a head.
 
-    Of those that follow from one another the last, in order.
+    If one is computed from another, the last one is taken. They are in order.
     """
     if graph.what != "score":
         return ()
     ends = {graph.result, *(() if graph.slope is None else (graph.slope,)), *(p.slope for p in graph.partials)}
     able = [n for n, node in enumerate(graph.nodes)
-            if node.kind == "f" and _is_of_distance(graph, n) and _is_dear(graph, n)]  # fmt: skip
+            if node.kind == "f" and _is_of_distance(graph, n) and _is_expensive(graph, n)]  # fmt: skip
     return tuple(n for n in graph.needed(sorted(ends), able) if n in able)
 
 
-def _is_dear(graph: Graph, n: int) -> bool:
-    """Whether a node takes many instructions for each pair."""
+def _is_expensive(graph: Graph, n: int) -> bool:
+    """Whether a node takes many instructions per pair."""
     return any(
-        (graph.nodes[x].op == "load" or graph.nodes[x].op in DEAR)
+        (graph.nodes[x].op == "load" or graph.nodes[x].op in EXPENSIVE)
         and {"i", "j"} <= {graph.nodes[y].op for y in graph.needed([x])}
         for x in graph.needed([n])
     )

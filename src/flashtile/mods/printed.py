@@ -1,16 +1,17 @@
-"""A graph as the text of Triton functions, by what a value depends on: a head, a row of it, a pair, a score.
+"""Prints a graph as Triton functions, one for each thing that values depend on: a head, its rows, a pair, a score.
 
     of_head(operands, at) -> head                           once a tile
     of_rows(operands, head, at) -> rows                     vectors, once a tile of rows
-    fetch(operands, head, rows, at) -> fetched              what is loaded by key or pair, while a product runs
-    function(score, fetched, operands, head, rows, at)      the score, or of a mask x or what fills its place
+        fetch(operands, head, rows, at) -> fetched              loads by key or pair, while a product runs
+        function(score, fetched, operands, head, rows, at)      the score, or for a mask the score x or its replacement
     linear(score, fetched, operands, head, rows, at)        the score and its slope
-    partials(score, fetched, operands, head, rows, at)      derivatives of it by what is loaded
-    places(fetched, operands, sums, head, rows, at)         and where each of those is in sums, as 64-bit numbers
+        partials(score, fetched, operands, head, rows, at)      derivatives of the score by the loads
+        places(fetched, operands, sums, head, rows, at)         the places of these derivatives in sums, as 64-bit
+        numbers
     of_distance(operands, head, at)                         values of ``places.tabulated``, for their table
 
-``at`` is the device's ``At``, ``operands`` its ``Operands``. Indices are clamped to their tensors. With a table of what
-depends on the distance alone, ``fetch`` reads it from there.
+``at`` is the device's ``At``, ``operands`` its ``Operands``. Indices are clamped to their tensors. If there is a table
+of values that depend on the distance alone, ``fetch`` reads these values from it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from flashtile.backends.gpu.device.mods import tanh
 '''
 _TYPES = {"f": "tl.float32", "i": "tl.int32", "l": "tl.int64", "b": "tl.int1"}
 _NAN = ", propagate_nan=tl.PropagateNan.ALL"
-# Of floats; {0} and {1} are arguments.
+# Operators on floats; {0} and {1} are arguments.
 _FLOATS = {
     "floordiv": "tl.floor({0} / {1})", "rem": "{0} - tl.floor({0} / {1}) * {1}",
     "fmod": "{0} - functions.trunc({0} / {1}) * {1}", "maximum": f"tl.maximum({{0}}, {{1}}{_NAN})",
@@ -55,21 +56,21 @@ _TEXTS = {
 _POWERS = {2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 4.0: "({0} * {0}) * ({0} * {0})", 0.5: "tl.sqrt({0})",
            -0.5: "tl.rsqrt({0})", -1.0: "1.0 / {0}", -2.0: "1.0 / ({0} * {0})"}  # fmt: skip
 
-# What ``functions.divisor`` returns.
+# The number of results of ``functions.divisor``.
 _PARTS = 5
 
 
 @functools.lru_cache(maxsize=1024)
 def source(text: str, has_table: bool = False) -> str:
-    """The functions of a graph, by its text; one text for all graphs that compute the same.
+    """The functions of a graph, from its text. All graphs that compute the same have one text.
 
-    ``has_table``: whether kernels are given a table of ``places.tabulated``.
+    ``has_table``: whether kernels get a table of ``places.tabulated``.
     """
     return _Printer(parse(text), has_table).source()
 
 
 def name_of(text: str) -> str:
-    """A name for what is printed of a graph: a hash of its text."""
+    """A name for a printed graph: a hash of its text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -90,27 +91,27 @@ class _Printer:
         self.fetched = [n for n in needed if (graph.nodes[n].op == "load" and levels[n] == 2) or n in self.tabulated]
 
     def _crossing(self, needed: Sequence[int], ends: Sequence[int], level: int) -> list[int]:
-        """The nodes of a level that others of a higher one take."""
+        """The nodes of a level that are arguments of nodes of higher levels."""
         graph = self.graph
         taken = {x for n in needed if graph.levels[n] > level for x in inputs_of(graph.nodes[n])} | set(ends)
         return [n for n in needed if n in taken and graph.levels[n] == level and not _is_plain(graph.nodes[n])]
 
     def _divides_index(self, node: Node) -> bool:
-        """Whether a node divides a row or a key, which is not negative, by a number that is the same for a head."""
+        """Whether a node divides a row or a key, which is not negative, by a number that depends on the head alone."""
         if node.op not in ("floordiv", "rem") or node.kind != "i":
             return False
         a, b = (self.graph.nodes[n] for n in node.args)
         return a.op in ("i", "j") and b.op != "const" and self.graph.levels[node.args[1]] == 0 and not _is_plain(b)
 
     def _compares_distance(self, node: Node) -> bool:
-        """Whether a node is ``abs(x - y) <= n`` of integers, where n is the same for a head and a pair decides."""
+        """Whether a node is ``abs(x - y) <= n`` for integers that depend on the pair, and n on the head alone."""
         if node.op != "le" or self.graph.levels[node.args[1]] > 0 or self.graph.levels[node.args[0]] < 2:
             return False
         size = self.graph.nodes[node.args[0]]
         return size.op == "abs" and size.kind == "i" and self.graph.nodes[size.args[0]].op == "sub"
 
     def _inputs(self, node: Node) -> tuple[int, ...]:
-        """The nodes that the text of a node takes."""
+        """The nodes that appear in the text of a node."""
         if not self._compares_distance(node):
             return inputs_of(node)
         first, second = self.graph.nodes[self.graph.nodes[node.args[0]].args[0]].args
@@ -153,7 +154,7 @@ class _Printer:
         return f"def places(fetched, operands, sums, head, rows, at):\n{body}    return {_tuple(offsets)}\n"
 
     def _of_score(self, n: int) -> str:
-        """A value of the score's shape."""
+        """A value broadcast to the score's shape."""
         return self._text(n) if self.graph.levels[n] == 3 else f"functions.filled({self._text(n)}, score)"
 
     def _function(
@@ -165,7 +166,7 @@ class _Printer:
         return f"def {signature}:\n{body}    return {_tuple(values)}\n"
 
     def _body(self, results: Sequence[int], given: tuple[str, ...]) -> str:
-        """The lines that compute some nodes, from what earlier functions returned."""
+        """The lines that compute some nodes, from the results of earlier functions."""
         have: dict[int, str] = {}
         for name, nodes in (("head", self.crossing[0]), ("rows", self.crossing[1]), ("fetched", self.fetched)):
             if name in given:
@@ -191,7 +192,7 @@ class _Printer:
         return "".join(lines)
 
     def _text(self, n: int) -> str:
-        """How a value is named where it is taken."""
+        """The name of a value where it is used."""
         op, kind, args = self.graph.nodes[n]
         if op == "const":
             return f'float("{args[0]}")' if kind == "f" and repr(args[0]) in ("inf", "-inf", "nan") else repr(args[0])
@@ -246,7 +247,7 @@ class _Printer:
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether a value has a name of its own wherever it is."""
+    """Whether a value has the same name everywhere."""
     return node.op in ("const", "score", "b", "h", "i", "j")
 
 

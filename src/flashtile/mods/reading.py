@@ -1,4 +1,4 @@
-"""What a function may do to a tensor that it captures: ask for its shape, view it, and index it."""
+"""The operations that a function may do on a captured tensor: read its metadata, view it, and index it."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _VIEWS = {
     "diagonal", "t", "unflatten", "view_as", "swapaxes", "swapdims", "moveaxis", "expand_as", "alias", "adjoint",
 }  # fmt: skip
 _VIEW_GETTERS = ("T", "mT", "H", "mH", "data")
-# A function's name, its arguments and its keywords: of names and numbers alone.
+# A function's name, its arguments and its keywords, made of names and numbers alone.
 Step = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 
 class Refused(Exception):
-    """What a function may not do."""
+    """Raised for an operation that a function may not do."""
 
 
 class TraceError(Exception):
-    """A function that is no mod; says why, and where the user's code does it."""
+    """Raised for a function that is not a mod; says why, and names the user's line."""
 
 
 class View(NamedTuple):
-    """An operand: a captured tensor, or a view of one that the function takes before it indexes it.
+    """An operand: a captured tensor, or a view of it that the function makes before it indexes it.
 
     Attributes:
-        tensor: Its place among the captured tensors.
-        steps: What makes the view, one after another.
+        tensor: The tensor's place among the captured tensors.
+        steps: The steps that make the view, one after another.
     """
 
     tensor: int
@@ -54,15 +54,15 @@ class View(NamedTuple):
 
 
 def is_metadata(func: Any, name: str) -> bool:
-    """Whether a function of a tensor reads none of its elements."""
+    """Whether a function of a tensor reads only metadata and no element."""
     if name == "__get__":
         return any(func == getattr(Tensor, each).__get__ for each in _GETTERS if hasattr(Tensor, each))
     return name in _METADATA
 
 
 def of_metadata(recorder: Any, x: Tensor, view: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """The result of such a function; where lengths may vary they are numbers of the graph."""
-    if name in ("dim", "ndimension", "is_floating_point") or func == _NDIM:  # one graph has one
+    """The result of a metadata function. Lengths that may vary become numbers of the graph."""
+    if name in ("dim", "ndimension", "is_floating_point") or func == _NDIM:  # the same for all calls with a graph
         return func(x, *args, **kwargs)
     if func == _SHAPE or (name == "size" and not args and not kwargs):
         return lengths_of(recorder, view, x, range(x.dim()))
@@ -76,7 +76,7 @@ def of_metadata(recorder: Any, x: Tensor, view: Any, func: Any, name: str, args:
 
 
 def lengths_of(recorder: Any, view: View, x: Tensor, dims: Sequence[int]) -> Any:
-    """Lengths of a view."""
+    """A view's lengths."""
     recorder.asked_lengths = True
     if recorder.lifts:
         return tuple(recorder.size(view, d) for d in dims)
@@ -84,7 +84,7 @@ def lengths_of(recorder: Any, view: View, x: Tensor, dims: Sequence[int]) -> Any
 
 
 def viewed(recorder: Any, x: Tensor, view: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """The view or the load that a function of a captured tensor makes; None for what is neither."""
+    """The view or the load that a function of a captured tensor makes; None for other functions."""
     if func is Tensor.__getitem__:
         index = args[0] if isinstance(args[0], tuple) else (args[0],)
         if any(isinstance(each, (Tensor, Reading)) for each in index):
@@ -96,7 +96,7 @@ def viewed(recorder: Any, x: Tensor, view: Any, func: Any, name: str, args: Any,
     if name not in _VIEWS:
         return None
     if name in ("view_as", "expand_as", "squeeze"):
-        # What they make depends on lengths. A step holds no tensor.
+        # These views depend on lengths. A step holds no tensor.
         lengths_of(recorder, view, x, [])
         if recorder.lifts:
             raise Refused(f"asks for {name} of a captured tensor")
@@ -106,7 +106,7 @@ def viewed(recorder: Any, x: Tensor, view: Any, func: Any, name: str, args: Any,
 
 
 def untransformed(x: Tensor) -> Tensor:
-    """x, or under a transform, which sees no views while a function is traced, a tensor of its shape."""
+    """x; under a transform, which sees no views while a function is traced, a tensor of x's shape."""
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return x
@@ -123,7 +123,7 @@ def _view(recorder: Any, x: Tensor, view: View, step: Step) -> Tensor:
 
 
 def taken(x: Tensor, step: Step) -> Tensor:
-    """One step of a view; torch.compile can follow it."""
+    """Applies one step of a view. torch.compile can trace it."""
     name, args, named = step
     if name == "[]":
         return x[tuple(slice(*each[1:]) if isinstance(each, tuple) else each for each in args)]
@@ -132,18 +132,18 @@ def taken(x: Tensor, step: Step) -> Tensor:
 
 
 def _plain(index: Sequence[Any]) -> tuple[Any, ...]:
-    """An index whose slices are tuples."""
+    """An index with slices as tuples."""
     return tuple(("slice", each.start, each.stop, each.step) if isinstance(each, slice) else each for each in index)
 
 
 class Reading:
-    """A captured tensor of which some dimensions are indexed: ``table[h]`` of ``table[h][q]``."""
+    """A captured tensor with some dimensions indexed: ``table[h]`` in ``table[h][q]``."""
 
     def __init__(self, recorder: Any, view: Any, tensor: Tensor, index: list[Any]) -> None:
         self._recorder, self._view, self._tensor, self._index = recorder, view, tensor, index
 
     def at(self, given: tuple[Any, ...]) -> Any:
-        """More dimensions indexed; if all are, what is there."""
+        """Indexes further dimensions; once all are indexed, returns the element."""
         free = [d for d, x in enumerate(self._index) if x is None]
         if Ellipsis in [x for x in given if not isinstance(x, Tensor)]:
             n = next(n for n, x in enumerate(given) if x is Ellipsis)
@@ -171,7 +171,7 @@ class Reading:
 
     @property
     def shape(self) -> Any:
-        """Of the dimensions that are left."""
+        """The shape of the dimensions that are left."""
         left = [d for d, x in enumerate(self._index) if x is None]
         return lengths_of(self._recorder, self._view, self._tensor, left)
 

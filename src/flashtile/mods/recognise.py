@@ -1,7 +1,7 @@
-"""What of a graph the library has another way for: the band of a mask mod, the softcap that ends a score mod.
+"""Finds parts of a graph that the library computes in another way: a mask mod's band, a score mod's final softcap.
 
-A mask of the conjuncts ``kv <= q + c`` and ``kv >= q - c`` becomes ``Band``, whose blocks are skipped; the outermost
-``c * tanh(x / c)`` becomes ``softcap=c``. So a user's causal mask is ``causal=True``, bit for bit.
+A mask of the conjuncts ``kv <= q + c`` and ``kv >= q - c`` becomes a ``Band``, and blocks outside it are skipped. The
+outermost ``c * tanh(x / c)`` becomes ``softcap=c``. So a user's causal mask is ``causal=True``, bit for bit.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flashtile.mods.build import Builder, finished, rebuilt
-from flashtile.mods.graph import Graph, Node, Partial, inputs_of, parse
+from flashtile.mods.build import GraphBuilder, finished, rebuilt
+from flashtile.mods.graph import Graph, LoadDerivative, Node, inputs_of, parse
 
 
 class Sum(NamedTuple):
-    """``constant`` and the sum of some of a call's numbers, each times an integer."""
+    """``constant`` plus a sum of some of a call's numbers, each times an integer."""
 
     constant: int
     numbers: tuple[tuple[int, int], ...] = ()
 
     def of(self, numbers: Sequence[float]) -> int:
-        """Its value in a call."""
+        """The sum's value in a call."""
         return self.constant + sum(factor * int(numbers[n]) for n, factor in self.numbers)
 
 
 class Bound(NamedTuple):
-    """Row q keeps keys up to ``q + most`` (right) or from ``q - most`` on (left)."""
+    """Row q keeps keys up to ``q + most`` (right), or from ``q - most`` (left)."""
 
     is_right: bool
     most: Sum
 
 
 class Rest(NamedTuple):
-    """What is left of a graph, and which operands and numbers of the whole it has; no text if nothing is left."""
+    """The rest of a graph, and the operands and numbers of the whole that it has; no text if nothing is left."""
 
     text: str
     operands: tuple[int, ...]
@@ -45,7 +45,7 @@ _NOTHING = Rest("", (), ())
 
 @functools.lru_cache(maxsize=1024)
 def band_of(text: str) -> tuple[tuple[Bound, ...], Rest] | None:
-    """The bounds that a mask mod consists of, and what is left of it; None if it has none."""
+    """The bounds in a mask mod, and the rest of it; None if it has no bounds."""
     graph = parse(text)
     bounds: list[Bound] = []
     left: list[int] = []
@@ -59,7 +59,7 @@ def band_of(text: str) -> tuple[tuple[Bound, ...], Rest] | None:
         return None
     if not left:
         return tuple(bounds), _NOTHING
-    made = Builder()
+    made = GraphBuilder()
     at = rebuilt(graph, made, lambda node: None)
     result = at[left[0]]
     for n in left[1:]:
@@ -68,14 +68,14 @@ def band_of(text: str) -> tuple[tuple[Bound, ...], Rest] | None:
 
 
 def keeps_all(text: str) -> bool:
-    """Whether a mask mod keeps every pair, whatever its operands are."""
+    """Whether a mask mod keeps every pair for all operands."""
     graph = parse(text)
     return graph.is_const(graph.result, True)
 
 
 @functools.lru_cache(maxsize=1024)
 def softcap_of(text: str) -> tuple[float | None, int | None, Rest] | None:
-    """The softcap that ends a score mod, as a constant or as the place of a number, and what comes before it."""
+    """The softcap that ends a score mod, as a constant or as the place of a number, and the graph before it."""
     graph = parse(text)
     nodes = graph.nodes
     outer = nodes[graph.result]
@@ -95,15 +95,15 @@ def softcap_of(text: str) -> tuple[float | None, int | None, Rest] | None:
 
 
 def _without_cap(graph: Graph, before: int, handed: int) -> Rest:
-    """What comes before a cap: its result, and what autograd hands to it, the node ``handed``.
+    """The graph before a cap. Autograd passes it the node ``handed`` as the derivative by its result.
 
-    Handed 1 instead, it computes its own derivative.
+    With 1 in place of that node, the graph computes its own derivative.
     """
-    made = Builder()
+    made = GraphBuilder()
     one, numbered = made.const(1.0, "f"), iter(range(len(graph.nodes)))
     at = rebuilt(graph, made, lambda node: one if next(numbered) == handed else None)
     assert graph.slope is not None
-    partials = [Partial(at[p.load], at[p.slope]) for p in graph.partials]
+    partials = [LoadDerivative(at[p.load], at[p.slope]) for p in graph.partials]
     return _rest(graph, made, at[before], at[graph.slope], partials)
 
 
@@ -113,7 +113,7 @@ def is_identity(text: str) -> bool:
     return graph.nodes[graph.result].op == "score"
 
 
-def _rest(graph: Graph, made: Builder, result: int, slope: int | None, partials: Sequence[Partial]) -> Rest:
+def _rest(graph: Graph, made: GraphBuilder, result: int, slope: int | None, partials: Sequence[LoadDerivative]) -> Rest:
     kinds, numbers = dict(enumerate(graph.operands)), dict(enumerate(graph.numbers))
     found, operands, places = finished(made, graph.what, result, slope, partials, kinds, numbers)
     return Rest(found.text, tuple(operands), tuple(places))
@@ -147,7 +147,7 @@ def _bound(graph: Graph, n: int) -> Bound | None:
 
 
 def _linear(graph: Graph, n: int) -> dict[str, int] | None:
-    """An integer as a sum of factors times i, j, numbers by their places, and a constant; None if it is none."""
+    """An integer as a constant plus multiples of i, j and numbers by their places; None if it is no such sum."""
     op, kind, args = graph.nodes[n]
     if kind not in "il":
         return None
@@ -173,7 +173,7 @@ def _plus(x: dict[str, int], y: dict[str, int], factor: int) -> dict[str, int]:
 
 
 def _number(graph: Graph, n: int) -> tuple[float | None, int | None] | None:
-    """A node that is a constant or a number of the call."""
+    """A node as a constant or as the place of a number of the call."""
     node = graph.nodes[n]
     if node.op == "cast":
         node = graph.nodes[node.args[0]]

@@ -1,4 +1,4 @@
-"""The functions of a call: from what the user gives to a text, the tensors that it reads and the numbers."""
+"""A call's functions: converts what the user gives to a text, and the tensors and numbers that it reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from flashtile.core.errors import InvalidInputError
 from flashtile.mods import recognise
 from flashtile.mods.build import with_values
-from flashtile.mods.captured import Captured, captured, with_numbers
+from flashtile.mods.captured import CapturedValues, captured, with_numbers
 from flashtile.mods.graph import Graph, kind_of, parse
 from flashtile.mods.reading import TraceError, taken, untransformed
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from flashtile.mods.trace import Traced
 
 
-class Operand(NamedTuple):
-    """What kernels are built for of a tensor that a mod reads.
+class OperandKind(NamedTuple):
+    """The properties of a mod's tensor that kernels are built for.
 
     Attributes:
         dtype: Its dtype.
@@ -35,10 +35,10 @@ class Operand(NamedTuple):
 
 
 class ModKey(NamedTuple):
-    """A mod in a ``Problem``: its graph's text and what its operands are; no values and no lengths."""
+    """A mod in a ``Problem``: its graph's text and operands, without values and lengths."""
 
     text: str
-    operands: tuple[Operand, ...]
+    operands: tuple[OperandKind, ...]
 
     @property
     def graph(self) -> Graph:
@@ -47,14 +47,14 @@ class ModKey(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """A function of a call, and what of it the library has another way for.
+    """A function of a call, after the parts are taken out that the library computes in another way.
 
     Attributes:
-        text: Its graph's, empty if it changes and drops nothing.
+        text: The graph's text; empty if the function changes and drops nothing.
         operands: The tensors that it reads.
         numbers: The numbers that it reads.
-        bounds: Of a mask mod the bounds of a band: (whether the right one, how many keys), from the first row and key.
-        softcap: Of a score mod the softcap that ends it, 0 for none.
+        bounds: For a mask mod the bounds of a band: (whether it is the right one, keys), from the first row and key.
+        softcap: For a score mod the softcap that ends it, 0 for none.
         is_mapped: Whether a transform of ``torch.func`` wraps one of the tensors.
     """
 
@@ -66,22 +66,22 @@ class Lowered(NamedTuple):
     is_mapped: bool = False
 
 
-# Plain values alone, since torch.compile takes them as constants. A part: a text, its operands and its numbers. An
-# operand: (its place among the captured tensors, or its path; the steps of a view). A number: its place, or its path.
+# Plain values alone, which torch.compile takes as constants. A part: a text, its operands and its numbers. An operand:
+# (its place among the captured tensors, or its path; the steps of a view). A number: its place, or its path.
 _Part = tuple[str, tuple[tuple[Any, tuple[Any, ...]], ...], tuple[Any, ...]]
 # (whether it is the right bound, a constant, numbers with factors)
 _Bound = tuple[bool, int, tuple[tuple[Any, int], ...]]
 
 
-class _Kept(NamedTuple):
-    """What is kept of a function's code.
+class _KeptGraph(NamedTuple):
+    """The record that is kept of a function's code.
 
     Attributes:
-        text: Its graph's.
-        whole: All of it; the text is empty if it changes and drops nothing.
-        rest: What is left of it without bounds and softcap; None if it has none.
+        text: The graph's text.
+        whole: The whole graph; its text is empty if the function changes and drops nothing.
+        rest: The graph without bounds and softcap; None if it has neither.
         bounds: See ``_Bound``.
-        cap: Its softcap: (a constant, or None and a number); None for none.
+        cap: The softcap: (a constant, or None and a number's place); None for none.
     """
 
     text: str
@@ -91,14 +91,14 @@ class _Kept(NamedTuple):
     cap: tuple[float | None, Any] | None
 
 
-# What is kept of a function, and the tensors and numbers that it reads now.
-_Read = tuple[_Kept, Sequence[Tensor], Sequence[float]]
+# The record of a function, and the tensors and numbers that it reads now.
+_Read = tuple[_KeptGraph, Sequence[Tensor], Sequence[float]]
 _PARAMETERS = {"score": ("score", "b", "h", "q_idx", "kv_idx"), "mask": ("b", "h", "q_idx", "kv_idx")}
 _MOST = 1024
 _FLOAT32 = torch.finfo(torch.float32)
-# By what captured finds; None where numbers and lengths are in the text, which is then kept in ``_of_values``.
-_kept: dict[Any, _Kept | None] = {}
-_of_values: dict[Any, _Kept] = {}
+# Records by captured keys. None if numbers and lengths are in the text: the record is then in ``_of_values``.
+_kept: dict[Any, _KeptGraph | None] = {}
+_of_values: dict[Any, _KeptGraph] = {}
 
 
 def lowered(
@@ -108,17 +108,17 @@ def lowered(
     recognises: bool = True,
     device: torch.device | None = None,
 ) -> Lowered:
-    """A function's text, tensors and numbers; a function whose code and kinds of values are known costs a look-up.
+    """A function's text, tensors and numbers. If its code and kinds of values are known, this is a look-up.
 
     Args:
         f: The function.
-        argument: How errors name it.
+        argument: Its name in errors.
         what: "score" or "mask".
         recognises: Whether bounds and a softcap are taken out of it.
-        device: Where the call computes.
+        device: The device of the call.
 
     Raises:
-        InvalidInputError: It does what no mod may do; names the operator and the user's line.
+        InvalidInputError: The function does something that a mod may not; names the operator and the user's line.
     """
     if torch.compiler.is_dynamo_compiling():
         from flashtile.mods.compiled import RECORDED
@@ -131,12 +131,12 @@ def lowered(
 
 
 def recorded(f: Callable[..., Any], argument: str, what: str) -> _Read:
-    """What is kept of a function, and the tensors and numbers that it reads now."""
-    # What torch.compile cannot trace of it must not be compiled piece by piece.
+    """The record of a function, and the tensors and numbers that it reads now."""
+    # If torch.compile cannot trace the function, it must not compile it piece by piece.
     return (_disabled(_recorded) if "torch._dynamo" in sys.modules else _recorded)(f, argument, what)
 
 
-# It takes seconds to import.
+# Importing torch._dynamo takes seconds.
 _disabled = functools.cache(torch.compiler.disable)
 
 
@@ -157,9 +157,9 @@ def _recorded(f: Callable[..., Any], argument: str, what: str) -> _Read:
 
 
 def _of_call(
-    kept: _Kept, recognises: bool, tensors: Sequence[Tensor], given: Sequence[float], is_mapped: bool
+    kept: _KeptGraph, recognises: bool, tensors: Sequence[Tensor], given: Sequence[float], is_mapped: bool
 ) -> Lowered:
-    """What is kept with the tensors and numbers of a call."""
+    """A record with the tensors and numbers of a call."""
     _, part, rest, bounds, cap = kept
     found: list[tuple[bool, int]] = []
     softcap = 0.0
@@ -184,24 +184,24 @@ def _of_call(
     return Lowered(text, tuple(read), tuple([float(given[n]) for n in places]), tuple(found), softcap, is_mapped)
 
 
-def _key(found: Captured, what: str) -> Any:
-    """What a function's graph depends on if it holds for all values."""
+def _key(found: CapturedValues, what: str) -> Any:
+    """The key of a graph that holds for all values."""
     return what, tuple(found.key), tuple((kind_of(x.dtype), x.dim()) for x in found.tensors)
 
 
-def _values(found: Captured) -> Any:
-    """What it depends on besides if not."""
+def _values(found: CapturedValues) -> Any:
+    """The further key of a graph that holds for these values alone."""
     return tuple(map(repr, found.numbers)), tuple(tuple(x.shape) for x in found.tensors)
 
 
-def _known(key: Any, found: Captured) -> _Kept | None:
+def _known(key: Any, found: CapturedValues) -> _KeptGraph | None:
     if key not in _kept:
         return None
     return _kept[key] or _of_values.get((key, _values(found)))
 
 
-def _traced(f: Callable[..., Any], found: Captured | None, key: Any, what: str) -> _Read:
-    """A function traced, and kept if what it reads is watched."""
+def _traced(f: Callable[..., Any], found: CapturedValues | None, key: Any, what: str) -> _Read:
+    """Traces a function, and keeps the record if everything that it reads is watched."""
     from flashtile.mods.trace import trace  # what few programs need is not loaded by all
 
     plain = trace(lambda _: f, what, [] if found is None else found.tensors)
@@ -221,12 +221,12 @@ def _traced(f: Callable[..., Any], found: Captured | None, key: Any, what: str) 
     return made, found.tensors, found.numbers
 
 
-def _lifted(f: Callable[..., Any], found: Captured, what: str, plain: Traced) -> Traced | None:
-    """The graph that holds for other numbers and lengths; None if there is none."""
+def _lifted(f: Callable[..., Any], found: CapturedValues, what: str, plain: Traced) -> Traced | None:
+    """A graph that also holds for other numbers and lengths; None if there is none."""
     from flashtile.mods.trace import trace
 
-    # If not: it asks for the type of a number, or for its value in a way that the other run does not see. Of other
-    # numbers too, since 0 and 1 leave little of a graph.
+    # There is none if the function asks for a number's type, or for its value in a way that the other run does not
+    # notice. Other numbers are tried too, since 0 and 1 leave little of a graph.
     others = [2 * x + 3 for x in found.numbers]
     try:
         made = trace(functools.partial(with_numbers, f), what, found.tensors, found.numbers)
@@ -240,8 +240,8 @@ def _lifted(f: Callable[..., Any], found: Captured, what: str, plain: Traced) ->
     return made
 
 
-def parted(traced: Traced) -> _Kept:
-    """A graph with what is recognised of it."""
+def parted(traced: Traced) -> _KeptGraph:
+    """A graph, with the parts that are recognised."""
     text = traced.graph.text
     operands, numbers = tuple((view.tensor, view.steps) for view in traced.operands), traced.numbers
 
@@ -253,17 +253,17 @@ def parted(traced: Traced) -> _Kept:
     if traced.graph.what == "score":
         ends = recognise.softcap_of(text)
         if ends is None:
-            return _Kept(text, whole, None, (), None)
+            return _KeptGraph(text, whole, None, (), None)
         cap = ends[0], None if ends[1] is None else numbers[ends[1]]
-        return _Kept(text, whole, part(ends[2]), (), cap)
+        return _KeptGraph(text, whole, part(ends[2]), (), cap)
     band = recognise.band_of(text)
     if band is None:
-        return _Kept(text, whole, None, (), None)
+        return _KeptGraph(text, whole, None, (), None)
     bounds = tuple(
         (bound.is_right, bound.most.constant, tuple((numbers[n], factor) for n, factor in bound.most.numbers))
         for bound in band[0]
     )
-    return _Kept(text, whole, part(band[1]), bounds, None)
+    return _KeptGraph(text, whole, part(band[1]), bounds, None)
 
 
 def _check_parameters(f: Callable[..., Any], argument: str, what: str) -> None:
@@ -282,7 +282,7 @@ def _signature(what: str) -> str:
 
 
 def source_graph(f: Callable[..., Any]) -> Graph:
-    """The graph of a score mod or a mask mod, told apart by the number of their parameters."""
+    """The graph of a score mod or a mask mod; the number of parameters tells which it is."""
     required = [p for p in inspect.signature(f).parameters.values() if p.default is p.empty]
     what = "score" if len(required) == len(_PARAMETERS["score"]) else "mask"
     return parse(recorded(f, f"{what}_mod", what)[0].text)

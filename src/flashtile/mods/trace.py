@@ -1,8 +1,8 @@
-"""From a user's function to its graph: one run over numbers that have no values, in which every operator is recorded.
+"""Traces a user's function to its graph: one run over numbers without values records every operator.
 
-The function runs on fake tensors without dimensions. Indexing of a captured tensor becomes a load; views of it are
-views; what else is done to one is an error with the operator and the user's line. The derivative is autograd's,
-recorded in the same run, so that functions with a backward of their own keep it.
+The function runs on fake tensors without dimensions. Indexing a captured tensor becomes a load, and a view of it a
+view; everything else done to it is an error with the operator and the user's line. Autograd computes the derivative in
+the same run, and it is recorded too, so that functions with their own backward keep it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from flashtile.mods.build import Builder, finished
-from flashtile.mods.graph import INPUTS, Graph, Partial, kind_of
+from flashtile.mods.build import GraphBuilder, finished
+from flashtile.mods.graph import INPUTS, Graph, LoadDerivative, kind_of
 from flashtile.mods.operators import record
 from flashtile.mods.reading import Refused, TraceError, View, is_metadata, of_metadata, untransformed, viewed
 
@@ -28,15 +28,15 @@ _TORCH = str(Path(torch.__file__).resolve().parent)
 
 
 class Traced(NamedTuple):
-    """A function's graph, what its operands are, and the places of its numbers among those captured.
+    """A function's graph, its operands, and the places of its numbers among the captured numbers.
 
     Attributes:
         graph: The graph.
-        operands: See above.
-        numbers: See above.
-        asked_lengths: Whether the function looks at a captured tensor's lengths.
-        asked_more: Whether it looks at more of one, or reads one that is not among those captured.
-        tensors: The captured ones, and those that it reads besides.
+        operands: The graph's operands.
+        numbers: The places of the graph's numbers.
+        asked_lengths: Whether the function reads a captured tensor's lengths.
+        asked_more: Whether it reads more metadata, or reads a tensor that is not among the captured ones.
+        tensors: The captured tensors, and other tensors that the function reads.
     """
 
     graph: Graph
@@ -59,16 +59,16 @@ def trace(
     """The graph of a function.
 
     Args:
-        bound: Makes a score mod or a mask mod, whose n-th number is that of the function that it is given.
+        bound: Returns a score mod or a mask mod that takes its n-th number from the given function.
         what: "score" or "mask".
-        tensors: What it captures.
-        numbers: The numbers that it captures, of which and of lengths the graph then holds for all values; None for one
-            that has their values.
+        tensors: The tensors that it captures.
+        numbers: The numbers that it captures; the graph then holds for all numbers and lengths. None for a graph with
+            their present values.
 
     Raises:
-        TraceError: It does what no mod may do.
+        TraceError: The function does something that a mod may not.
     """
-    with _nothing_else(), Recorder(tensors) as recorder:
+    with _nothing_else(), GraphRecorder(tensors) as recorder:
         try:
             return recorder.run(bound, what, numbers)
         except Exception as error:
@@ -77,7 +77,7 @@ def trace(
 
 @contextlib.contextmanager
 def _nothing_else() -> Iterator[None]:
-    """Without transforms, modes and autocast, and with gradients."""
+    """A context without transforms, modes and autocast, and with gradients."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     with (
@@ -92,7 +92,7 @@ def _why(error: Exception) -> str:
 
 
 def _line_of(error: Exception) -> str:
-    """The last line of the user's that led to an error."""
+    """The last line of the user's code that led to an error."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((_OURS, _TORCH)) and not frame.filename.startswith("<"):
             return f" ({frame.filename}:{frame.lineno}: {frame.line})"
@@ -100,7 +100,7 @@ def _line_of(error: Exception) -> str:
 
 
 class Unknown(Tensor):
-    """One number without a value. PyTorch's own fake tensors load its compiler, which takes two seconds."""
+    """One number without a value. PyTorch's own fake tensors would load its compiler, which takes two seconds."""
 
     @staticmethod
     def __new__(cls, dtype: torch.dtype) -> Unknown:
@@ -118,10 +118,10 @@ class Unknown(Tensor):
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any) -> Unknown:
-        """What an operator makes of such numbers.
+        """The result of an operator on such numbers.
 
         Raises:
-            Refused: More than one number.
+            Refused: The result is more than one number.
         """
 
         def described(x: Any) -> Any:
@@ -139,7 +139,7 @@ class Unknown(Tensor):
 
 
 class _Number(Unknown):
-    """A number that a function captures, of which nothing may be asked that its graph would not have."""
+    """A number that a function captures. Only operations that the graph can record are allowed on it."""
 
     def __hash__(self) -> int:
         raise Refused("looks up a number")
@@ -148,17 +148,17 @@ class _Number(Unknown):
         raise Refused("makes a text of a number")
 
 
-class Recorder(TorchDispatchMode):
+class GraphRecorder(TorchDispatchMode):
     """Records the operators of a run."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Else PyTorch wraps a mode so that its first call loads the compiler.
+        # Otherwise PyTorch wraps a mode so that its first call loads the compiler.
         return False
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self.made, self.tensors = Builder(), list(tensors)
+        self.made, self.tensors = GraphBuilder(), list(tensors)
         self._nodes: dict[int, int] = {}
         self._alive: list[Any] = []
         self.operands: list[View] = []
@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
             raise Refused(f"returns {type(out).__name__}, must return one {'score' if what == 'score' else 'bool'}")
         result = self.made.cast(self.node(out), "f" if what == "score" else "b")
         slope: int | None = None
-        partials: list[Partial] = []
+        partials: list[LoadDerivative] = []
         if what == "score":
             slope, partials = self._derivative(out, score)
         sized = {n: f"{kind_of(self.of(v).dtype)}{self.of(v).dim()}" for n, v in enumerate(self.operands)}
@@ -196,8 +196,8 @@ class Recorder(TorchDispatchMode):
         return Traced(graph, tuple(self.operands[n] for n in operands), tuple(places), self.asked_lengths,
                       self.asked_more, self.tensors)  # fmt: skip
 
-    def _derivative(self, out: Tensor, score: Tensor) -> tuple[int, list[Partial]]:
-        """Of the result with respect to the score, and to each load."""
+    def _derivative(self, out: Tensor, score: Tensor) -> tuple[int, list[LoadDerivative]]:
+        """The result's derivatives with respect to the score, and to each load."""
         zero = self.made.const(0.0, "f")
         if not out.requires_grad:
             return zero, []
@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):
                 slope = self.made.cast(self.node(found), "f")
                 sums[load] = self.made.add("add", "f", sums[load], slope) if load in sums else slope
         slope = zero if first is None else self.made.cast(self.node(first), "f")
-        return slope, [Partial(load, slope) for load, slope in sums.items()]
+        return slope, [LoadDerivative(load, slope) for load, slope in sums.items()]
 
     def of(self, view: View) -> Tensor:
         """The view itself."""
@@ -217,7 +217,7 @@ class Recorder(TorchDispatchMode):
             return view.of(untransformed(self.tensors[view.tensor]))
 
     def new(self, node: int, kind: str, of: type[Unknown] = Unknown) -> Tensor:
-        """A tensor without a value that stands for a node."""
+        """A tensor without a value that represents a node."""
         made = of(_DTYPES[kind])
         self.stands_for(made, node)
         return made
@@ -249,7 +249,7 @@ class Recorder(TorchDispatchMode):
         return isinstance(x, Tensor) and not isinstance(x, Unknown)
 
     def view_of(self, x: Tensor) -> View:
-        """The operand that a real tensor is: no function makes one."""
+        """The operand that a real tensor is; no function makes real tensors."""
         if id(x) not in self._views:
             self.add_view(x, View(len(self.tensors)))
             self.tensors.append(x)
@@ -270,7 +270,7 @@ class Recorder(TorchDispatchMode):
         return self._of_views[key]
 
     def load(self, view: View, index: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """What a tensor has at an index."""
+        """A load of a tensor's element at an index."""
         kind, nodes = kind_of(dtype), []
         for x in index:
             node = self.node(x)
@@ -293,9 +293,9 @@ class Recorder(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """Makes loads of what is indexed, views of what is viewed, and errors of what else touches a captured tensor."""
+    """Turns indexing into loads and views into views; any other use of a captured tensor is an error."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: GraphRecorder) -> None:
         super().__init__()
         self.recorder, self._is_captured = recorder, recorder.is_captured
         self._scalars: dict[int, Tensor] = {}
@@ -317,7 +317,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **{key: _mapped(x, self._loaded(name)) for key, x in kwargs.items()})
 
     def _loaded(self, name: str) -> Callable[[Any], Any]:
-        """What takes the place of an argument: a load where it is a captured tensor without dimensions."""
+        """Returns a function that replaces an argument by a load if it is a captured tensor without dimensions."""
 
         def loaded(x: Any) -> Any:
             if not self._is_captured(x):

@@ -1,4 +1,4 @@
-"""What a small inference loop needs around ``flashtile.attention_with_kvcache``: pages, and draft trees."""
+"""Helpers for a small inference loop around ``flashtile.attention_with_kvcache``: pages, and draft trees."""
 
 from flashtile.serving.latent_rows import latent_rows
 from flashtile.serving.page_lists import page_list_from_table, page_table_from_list, pages_from_flashinfer

@@ -10,14 +10,14 @@ from flashtile.core.errors import InvalidInputError
 
 
 def latent_rows(rows: Tensor) -> Tensor:
-    """Latent rows of 576 columns as the rows of 656 bytes that ``attention_with_kvcache`` takes as keys.
+    """Converts latent rows of 576 columns to the rows of 656 bytes that ``attention_with_kvcache`` takes as keys.
 
     Args:
-        rows: ``(..., 576)``, 512 latent columns and 64 that rotate.
+        rows: ``(..., 576)``: 512 latent columns, then 64 columns that rotate.
 
     Returns:
-        ``(..., 656)`` in float8_e4m3fn, to be written into the cache: 512 numbers, the bytes of four float32 scales,
-        the largest magnitude of each 128 columns over 448, and those of 64 bfloat16 numbers.
+        ``(..., 656)`` in float8_e4m3fn, to be written into the cache. A row holds 512 numbers, the bytes of four
+        float32 scales, and the bytes of 64 bfloat16 numbers. A scale is the largest magnitude of 128 columns, over 448.
 
     Raises:
         InvalidInputError: rows do not have 576 columns.

@@ -1,4 +1,4 @@
-"""Pages as a list of all sequences' in place of a table: from FlashInfer's tensors, and from one form to the other."""
+"""One list of all sequences' pages, in place of a page table: from FlashInfer's tensors, and to and from a table."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def pages_from_flashinfer(indptr: Tensor, indices: Tensor, last_page_len: Tensor
         page_size: Rows of a page.
 
     Returns:
-        page_indptr, page_indices, and cache_seqlens, which counts what is in the pages: subtract the new keys where
-        the call is to append them.
+        page_indptr, page_indices and cache_seqlens. cache_seqlens counts all keys in the pages: if the call appends new
+        keys, subtract them.
 
     Source: FlashInfer, docs.flashinfer.ai, "KV-Cache Layout".
     """
@@ -35,24 +35,24 @@ def pages_from_flashinfer(indptr: Tensor, indices: Tensor, last_page_len: Tensor
 
 
 def page_table_from_list(page_indptr: Tensor, page_indices: Tensor, max_pages: int) -> Tensor:
-    """The page_table ``(batch, max_pages)`` int32 of a list of pages, -1 past a sequence's last one."""
+    """The page_table ``(batch, max_pages)`` int32 for a list of pages; -1 past a sequence's last page."""
     check_tensor("page_indptr", page_indptr)
     check_tensor("page_indices", page_indices)
     place = torch.arange(integer("max_pages", max_pages, 0), device=page_indptr.device)
     at, exists = page_indptr[:-1, None] + place, place < page_indptr.diff()[:, None]
-    # A list of no pages has nothing to look up.
+    # An empty list of pages has nothing to look up.
     padded = torch.cat([page_indices, page_indices.new_full((1,), -1)])
     return torch.where(exists, padded[torch.where(exists, at, len(page_indices))], -1).to(torch.int32)
 
 
 def page_list_from_table(page_table: Tensor, lengths: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """page_indptr ``(batch + 1,)`` and page_indices ``(batch * max_pages,)`` of a page_table.
+    """page_indptr ``(batch + 1,)`` and page_indices ``(batch * max_pages,)`` for a page_table.
 
-    Nothing waits for the device, so page_indices is as long as it may have to be; what is past page_indptr[-1] is -1.
+    Nothing waits for the device, so page_indices has the greatest possible length; entries past page_indptr[-1] are -1.
 
     Args:
         page_table: ``(batch, max_pages)`` int32.
-        lengths: ``(batch,)`` int32: the keys of each sequence, those that a call appends included.
+        lengths: ``(batch,)`` int32: the keys of each sequence, with the keys that a call appends.
         page_size: Rows of a page.
     """
     check_tensor("page_table", page_table)
@@ -62,7 +62,7 @@ def page_list_from_table(page_table: Tensor, lengths: Tensor, page_size: int) ->
     indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     place = torch.arange(page_table.shape[1], device=page_table.device)
     exists = place < counts[:, None]
-    # Where each entry of the table goes; those of no key to one more place, which is cut off.
+    # The target of each entry of the table. Entries without keys go to one extra place, which is cut off.
     at = torch.where(exists, indptr[:-1, None] + place, page_table.numel())
     indices = page_table.new_full((page_table.numel() + 1,), -1)
     indices[at.flatten()] = page_table.flatten()

@@ -1,4 +1,4 @@
-"""Pages of keys and values for all layers of a model, and who holds which: bookkeeping, with nothing of kernels."""
+"""Pages of keys and values for all layers of a model, and the sequences that hold them: bookkeeping without kernels."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flashtile.core.errors import InvalidInputError, shown
 
 
 class OutOfPagesError(RuntimeError):
-    """An append for which pages are missing; nothing has changed.
+    """Raised by an append if there are too few free pages. Nothing has changed.
 
     Args:
-        needed: Pages that the append would take.
-        free: Pages there are.
+        needed: Pages that the append needs.
+        free: Pages that are free.
     """
 
     def __init__(self, needed: int, free: int) -> None:
@@ -36,15 +36,15 @@ class OutOfPagesError(RuntimeError):
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """The sequences of one call, as arguments of ``flashtile.attention_with_kvcache`` with packed queries.
+    """The sequences of one call as arguments of ``flashtile.attention_with_kvcache`` with packed queries.
 
-    Attributes have the arguments' names, so that ``**batch`` passes them.
+    The attributes have the arguments' names, so that ``**batch`` passes them.
 
     Attributes:
-        page_table: ``(batch, max_pages)`` int32; -1, or anything in fixed buffers, past a sequence's last page.
-        cache_seqlens: ``(batch,)`` int32, lengths before the append; in fixed buffers -1 where there is no sequence.
+        page_table: ``(batch, max_pages)`` int32; past a sequence's last page -1, or in fixed buffers any number.
+        cache_seqlens: ``(batch,)`` int32, lengths before the append; in fixed buffers -1 for a missing sequence.
         cu_seqlens_q: ``(batch + 1,)`` int32, bounds of the appended tokens, packed in the order of the sequences.
-        max_seqlen_q: The most tokens that a sequence appends; in fixed buffers, that one may append.
+        max_seqlen_q: The most tokens that a sequence appends; in fixed buffers the most that it may append.
     """
 
     page_table: Tensor
@@ -53,7 +53,7 @@ class PagedBatch:
     max_seqlen_q: int
 
     def keys(self) -> tuple[str, ...]:
-        """The arguments' names; with ``batch[name]`` all that ``**batch`` needs."""
+        """The arguments' names. ``**batch`` needs this and ``batch[name]``."""
         return "page_table", "cache_seqlens", "cu_seqlens_q", "max_seqlen_q"
 
     def __getitem__(self, name: str) -> Any:
@@ -61,16 +61,16 @@ class PagedBatch:
 
 
 class PagedKVCache:
-    """Keys and values of all layers of a model, in pages that sequences take as they grow and share after a fork.
+    """Keys and values of all layers of a model, in pages, which sequences take as they grow and share after a fork.
 
-    A sequence is the int that ``allocate`` or ``fork`` returns; no two get the same. ``append`` makes room for the next
-    tokens and returns what ``flashtile.attention_with_kvcache``, called once for each layer, needs to write and read
-    them. Lengths and page numbers are kept on the host, so nothing here waits for the device; pages are copied on the
-    current stream, which must be the one that attends.
+    A sequence is the int that ``allocate`` or ``fork`` returns; every sequence has a different one. ``append`` makes
+    room for the next tokens. It returns the arguments with which ``flashtile.attention_with_kvcache``, called once for
+    each layer, writes and reads them. Lengths and page numbers are kept on the host, so nothing here waits for the
+    device. Pages are copied on the current stream, which must be the stream that attends.
 
     Args:
-        num_layers: Layers of the model; a page holds the same positions in all of them.
-        num_pages: Pages there are for all sequences.
+        num_layers: Layers of the model. A page holds the same positions in all of them.
+        num_pages: Pages for all sequences together.
         num_heads_kv: Key and value heads.
         head_dim: Width of keys.
         page_size: Tokens in a page.
@@ -78,8 +78,9 @@ class PagedKVCache:
         dtype: float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2; PyTorch's default dtype by default.
         device: Device of the pages.
         k_scale: With float8 alone: float32 ``(num_layers, num_heads_kv)``, or ``(num_layers, num_pages,
-            num_heads_kv)``; a key is its 8 bits times the scale. 1 by default. Scales by page belong to the page: set
-            one before its first key is written; a copied page takes its scale along.
+                num_heads_kv)``; a key is its 8-bit number times the scale. 1 by default. A scale by page belongs to the
+                page: set
+                it before the page's first key is written; a copied page has the same scale.
         v_scale: The same for values.
 
     Attributes:
@@ -90,7 +91,7 @@ class PagedKVCache:
         v_scale: The same for values.
 
     Raises:
-        InvalidInputError: Naming the argument that is wrong.
+        InvalidInputError: Names the argument that is wrong.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.
     """
@@ -124,12 +125,12 @@ class PagedKVCache:
         widths = integer("head_dim", head_dim), integer("head_dim_v", head_dim if head_dim_v is None else head_dim_v)
         self.k, self.v = (torch.empty(*shape, width, dtype=dtype, device=device) for width in widths)
         self.k_scale, self.v_scale = self._scale("k_scale", k_scale), self._scale("v_scale", v_scale)
-        # Copied with a page: all that has a dimension of pages behind that of layers.
+        # The tensors to copy with a page: their second dimension is pages.
         scales = (scale for scale in (self.k_scale, self.v_scale) if scale is not None and scale.dim() == 3)
         self._paged = (self.k, self.v, *scales)
         self._free = list(range(self.num_pages - 1, -1, -1))
         self._references = [0] * self.num_pages
-        # Of each sequence its pages, as many as its length needs. An array's bytes are a row of the page table.
+        # The pages of each sequence, as many as its length needs. An array's bytes are a row of the page table.
         self._pages: dict[int, array[int]] = {}
         self._lengths: dict[int, int] = {}
         self._made = 0
@@ -146,11 +147,11 @@ class PagedKVCache:
         return len(self._free)
 
     def length(self, sequence: int) -> int:
-        """Tokens of a sequence."""
+        """The number of tokens of a sequence."""
         return self._lengths[self._known(sequence)]
 
     def pages(self, sequence: int) -> tuple[int, ...]:
-        """The pages of a sequence, in its order; some may be shared with others."""
+        """The pages of a sequence, in its order. Other sequences may share some of them."""
         return tuple(self._pages[self._known(sequence)])
 
     def allocate(self) -> int:
@@ -158,9 +159,9 @@ class PagedKVCache:
         return self._add(array("i"), 0)
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """A new sequence that begins with the tokens of another, and shares the pages they are in.
+        """A new sequence that begins with the tokens of another one, and shares their pages.
 
-        It takes no page. Where the last shared page is not full, whichever of the two appends first gets a copy of it.
+        A fork takes no page. If the last shared page is not full, the sequence that appends first gets a copy of it.
 
         Args:
             sequence: The sequence to share with; it may go on growing, or be freed.
@@ -173,19 +174,19 @@ class PagedKVCache:
         return self._add(shared, length)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Drops all but the first ``length`` tokens, such as a draft that was rejected, and the pages they leave."""
+        """Drops all tokens after the first ``length``, such as a rejected draft, and releases their pages."""
         length, pages = self._prefix(sequence, length), self._pages[sequence]
         self._release(pages[self._pages_for(length) :])
         del pages[self._pages_for(length) :]
         self._lengths[sequence] = length
 
     def free(self, sequence: int) -> None:
-        """Forgets a sequence; pages that no other shares can be taken again."""
+        """Removes a sequence. Pages that no other sequence shares become free."""
         self._release(self._pages.pop(self._known(sequence)))
         del self._lengths[sequence]
 
     def pages_needed(self, counts: Mapping[int, int] | Sequence[int]) -> int:
-        """Pages that ``append(counts)`` would take: new ones, and copies of shared pages that are partly filled."""
+        """The number of pages that ``append(counts)`` needs: new ones, and copies of shared pages that are not full."""
         counts = _counts(counts)
         needed, writers = 0, Counter[int]()
         for sequence, count in counts.items():
@@ -193,25 +194,25 @@ class PagedKVCache:
             needed += self._pages_for(length + integer("counts", count, 0)) - len(pages)
             if count and length % self.page_size:
                 writers[pages[-1]] += 1
-        # Who comes last need not copy, if all that share a page append to it.
+        # If all sequences that share a page append to it, the last one need not copy it.
         return needed + sum(min(count, self._references[page] - 1) for page, count in writers.items())
 
     def append(self, counts: Mapping[int, int] | Sequence[int], out: PagedBatch | None = None) -> PagedBatch:
-        """Makes room for the next tokens of some sequences: for all of them, or for none if pages are missing.
+        """Makes room for the next tokens of some sequences; for none if pages are missing.
 
         Args:
-            counts: For each sequence of the batch, in its order, how many tokens follow; 0 is allowed. A
-                list of sequences is one token for each.
-            out: Fixed buffers from ``buffers`` to write into. Sequences that they have room for beyond those in
-                counts get length -1, by which a call knows that they are not there, and no tokens.
+            counts: For each sequence of the batch, in its order, the number of tokens that follow; it may be 0. A list
+                of sequences means one token for each.
+            out: Fixed buffers from ``buffers`` to write into. Entries beyond the sequences in counts get no tokens and
+                length -1, which tells a call that there is no sequence.
 
         Returns:
-            The arguments of this step's calls; ``out`` itself if given. ``max_pages`` is a power of two otherwise, so
-            that the layouts of calls are few.
+            The arguments of this step's calls; ``out`` itself if it is given. Without ``out``, ``max_pages`` is a power
+            of two, so that calls have few different layouts.
 
         Raises:
-            OutOfPagesError: If the free pages are too few; nothing has changed.
-            InvalidInputError: If a sequence is unknown, a count is negative, or ``out`` is too small.
+            OutOfPagesError: There are too few free pages; nothing has changed.
+            InvalidInputError: A sequence is unknown, a count is negative, or ``out`` is too small.
         """
         counts = _counts(counts)
         needed = self.pages_needed(counts)
@@ -236,9 +237,9 @@ class PagedKVCache:
         return out
 
     def buffers(self, max_batch: int, max_pages: int, max_seqlen_q: int = 1) -> PagedBatch:
-        """A batch whose tensors stay where they are, for calls that a CUDA graph replays; ``append`` fills it.
+        """A batch of fixed tensors, for calls that a CUDA graph replays; ``append`` fills it.
 
-        It begins without sequences, so that the calls of a capture append nothing.
+        It starts without sequences, so that the calls of a capture append nothing.
 
         Args:
             max_batch: The most sequences.
@@ -312,7 +313,7 @@ class PagedKVCache:
         self._lengths[sequence] = length + count
 
     def _table(self, sequences: Collection[int], width: int) -> Tensor:
-        """The page table of sequences on the host; rows of bytes are joined, since a list of ints would take long."""
+        """The page table of sequences on the host, made by joining bytes: a list of ints would take long."""
         rows = bytearray().join(self._pages[each].tobytes().ljust(4 * width, b"\xff") for each in sequences)
         table = torch.frombuffer(rows, dtype=torch.int32) if rows else torch.empty(0, dtype=torch.int32)
         return self._pinned(table.view(len(sequences), width))
@@ -321,7 +322,7 @@ class PagedKVCache:
         return self._pinned(torch.tensor(numbers, dtype=torch.int32))
 
     def _pinned(self, numbers: Tensor) -> Tensor:
-        """From pinned memory a copy to the device does not wait for it."""
+        """The numbers in pinned memory, from which a copy to the device does not block; on a CPU the numbers."""
         return numbers.pin_memory() if self.k.device.type == "cuda" else numbers
 
 

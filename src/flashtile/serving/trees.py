@@ -1,7 +1,7 @@
-"""Draft trees in the forms of servers, as the words that ``flashtile.attention_with_kvcache(tree_mask=)`` takes.
+"""Converts servers' draft trees to the words that ``flashtile.attention_with_kvcache(tree_mask=)`` takes.
 
-Words are ``(batch, T)`` int64, T up to 64: bit u of row t says whether draft row t sees draft key u. Nothing here reads
-a tensor's contents on the host, so a CUDA graph may capture it. What is no such tensor raises InvalidInputError.
+Words are ``(batch, T)`` int64, with T up to 64: bit u of row t says whether draft row t sees draft key u. Nothing here
+reads a tensor's contents on the host, so a CUDA graph may capture it. Unfit tensors raise InvalidInputError.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def tree_words(mask: Tensor) -> Tensor:
-    """The words of a mask, bool ``(batch, T, T)``: True where a row sees a key, an ancestor's or its own."""
+    """The words of a mask, bool ``(batch, T, T)``: True where a row sees a key, which is an ancestor's or its own."""
     return _checked("mask", cached_arguments.tree_words("mask", mask), 2, torch.int64)
 
 
 def tree_depths(words: Tensor) -> Tensor:
     """The depth of each row, ``(batch, T)`` int32: the number of its ancestors.
 
-    A draft's token stands at position ``length before the drafts + depth``.
+    A draft token has the position ``length before the drafts + depth``.
     """
     return tree_pairs(_checked("words", words, 2, torch.int64), words.shape[-1]).sum(-1, dtype=torch.int32) - 1
 
 
 def tree_from_parents(parents: Tensor) -> Tensor:
-    """The words of trees given by ``(batch, T)`` integers: the row that is each row's parent, -1 for a root.
+    """The words of trees from ``(batch, T)`` integers: each row's parent row, or -1 for a root.
 
     Rows may be in any order, and there may be several roots.
     """
     rows = _checked("parents", parents, 2, *_INTEGERS).shape[1]
     number = torch.arange(rows, device=parents.device)
     seen = (parents[..., None] == number) | (number[:, None] == number)
-    for _ in range(max(rows - 1, 1).bit_length()):  # each doubles how far up is seen
+    for _ in range(max(rows - 1, 1).bit_length()):  # each round doubles the number of generations that are seen
         seen = torch.matmul(seen.float(), seen.float()) > 0
     return cached_arguments.tree_words("parents", seen)
 
@@ -46,15 +46,15 @@ def tree_from_parents(parents: Tensor) -> Tensor:
 def tree_from_flashinfer(mask: Tensor, qo_indptr: Tensor, kv_lens: Tensor, rows: int) -> Tensor:
     """The words of FlashInfer's ``packed_custom_mask`` or ``custom_mask``.
 
-    Of each request that is queries times keys, row by row. The last keys are read, as many as queries: all before them
-    must be visible.
+    Each request has a mask of its queries times its keys, row by row. As many of its last keys as it has queries are
+    read: all keys before these must be visible.
 
     Args:
-        mask: ``packed_custom_mask``, uint8, 8 pairs a byte, the lowest bit first, each request from a byte of its own
-            on; or ``custom_mask``, bool.
+        mask: ``packed_custom_mask``, uint8, 8 pairs in a byte, the lowest bit first, with each request starting at a
+            new byte; or ``custom_mask``, bool.
         qo_indptr: ``(batch + 1,)`` integers, bounds of the requests' queries.
         kv_lens: ``(batch,)`` integers, keys of each request, drafts included.
-        rows: T, at least the most drafts of a request.
+        rows: T, at least the number of drafts of each request.
     """
     _checked("mask", mask, 1, torch.uint8, torch.bool)
     queries = _checked("qo_indptr", qo_indptr, 1, *_INTEGERS).long().diff()
@@ -62,11 +62,11 @@ def tree_from_flashinfer(mask: Tensor, qo_indptr: Tensor, kv_lens: Tensor, rows:
 
 
 def tree_from_sglang(mask: Tensor, rows: int, seq_lens: Tensor | None = None) -> Tensor:
-    """The words of SGLang's ``tree_mask`` in each of its modes.
+    """The words of SGLang's ``tree_mask``, in each of its modes.
 
     Args:
-        mask: Flat. FULL_MASK: bool, of each request its drafts times all its keys; goes with seq_lens. QLEN_ONLY: bool,
-            drafts times drafts. QLEN_ONLY_BITPACKING: uint8, uint16 or uint32, a number a draft.
+        mask: A flat tensor. FULL_MASK: bool, for each request its drafts times all its keys; needs seq_lens. QLEN_ONLY:
+            bool, drafts times drafts. QLEN_ONLY_BITPACKING: uint8, uint16 or uint32, one number for each draft.
         rows: ``draft_token_num``.
         seq_lens: ``(batch,)`` integers, keys of each request before the drafts; None unless the mode is FULL_MASK.
     """
@@ -87,13 +87,13 @@ def tree_from_sglang(mask: Tensor, rows: int, seq_lens: Tensor | None = None) ->
 
 
 def tree_from_vllm(bias: Tensor, batch: int) -> Tensor:
-    """The words of vLLM's ``tree_attn_bias`` ``(T, T)``, 0 where a row sees a key, else -inf; ``batch`` times."""
+    """The words of vLLM's ``tree_attn_bias`` ``(T, T)`` (0 where a row sees a key, else -inf), ``batch`` times."""
     _checked("bias", bias, 2, torch.float32, torch.float16, torch.bfloat16, torch.float64)
     return cached_arguments.tree_words("bias", (bias == 0)[None]).repeat(integer("batch", batch, 0), 1)
 
 
 def _of_pairs(mask: Tensor, queries: Tensor, keys: Tensor, rows: int) -> Tensor:
-    """Of requests of so many queries and keys, whose pairs follow one another in a mask, bits or bools."""
+    """The words of requests with these queries and keys; their pairs follow one another in a mask of bits or bools."""
     check_tree_rows("rows", integer("rows", rows))
     packed, pairs = mask.dtype == torch.uint8, queries * keys
     sizes = (pairs + 7) // 8 * 8 if packed else pairs

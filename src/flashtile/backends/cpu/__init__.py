@@ -1,7 +1,7 @@
 """The CPU backend: blocks of scores through PyTorch's CPU flash kernel where possible, else matrix products.
 
-A call is split into rectangles of the score matrix that contain kept pairs (``plan``). Each yields a partial output and
-log-sum-exp (``flash`` or ``tiles``), which are merged. Memory stays linear in the lengths.
+A call is split into rectangles of the score matrix that contain kept pairs (``plan``). Each rectangle gives a partial
+output and log-sum-exp (``flash`` or ``tiles``), which are merged. Memory stays linear in the lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import BIG_FUNCTIONS, Build, Capabilities, Direction, Given, Plan
 from flashtile.call.problem import DTYPES, Problem, Tensors
 
-# What every direction has.
+# Features of every direction.
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
 _OF_REGULAR = {
     "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "intervals", "block_lists",
@@ -36,7 +36,7 @@ _QUANTIZED = dataclasses.replace(
 
 
 def _uncast(run: Callable[..., Any], *args: Any) -> Any:
-    """Runs with autocast off, under which matrix products of float32 would take its dtype."""
+    """Runs with autocast off: under autocast, matrix products of float32 would take another dtype."""
     if not torch._C._is_any_autocast_enabled():
         return run(*args)
     with torch._C._DisableAutocast():
@@ -50,11 +50,11 @@ class CpuBackend:
     summary = "any CPU"
 
     def capabilities(self, direction: Direction) -> Capabilities | None:
-        """The same for both directions of regular calls."""
+        """The capabilities. Both directions of regular calls have the same ones."""
         return {"decode": _DECODE, "quantized": _QUANTIZED}.get(direction, _CAPABILITIES)
 
     def missing(self) -> str | None:
-        """Nothing: PyTorch is enough."""
+        """None: PyTorch is enough."""
         return None
 
     def describe(self, problem: Problem, direction: Direction) -> str:
@@ -63,14 +63,14 @@ class CpuBackend:
         return paths[direction].describe(problem)
 
     def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = ()) -> Plan:
-        """See ``Backend.plan``; the same for all layouts."""
+        """See ``Backend.plan``. All layouts have the same plan."""
         if direction == "decode":
             return functools.partial(_uncast, decode.decode, problem, decode.single(problem))
         paths: Any = {"forward": forward.forward, "backward": backward.backward, "quantized": quantized.quantized}
         return functools.partial(_uncast, paths[direction], problem)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
-        """None: PyTorch comes built."""
+        """An empty list: PyTorch comes built."""
         return []
 
 

@@ -12,7 +12,7 @@ from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu import forward as cpu_forward
 from flashtile.backends.cpu.order import order_of
 from flashtile.backends.cpu.paths import Path, are_large, kernel_fits, paths
-from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
+from flashtile.backends.cpu.plan import DenseSequences, Kind, Rectangle
 from flashtile.call.backend import Gradients
 from flashtile.call.functions import score_function
 from flashtile.call.problem import Problem, Tensors
@@ -27,8 +27,8 @@ class _Rows:
         out: ``(batch, num_heads_q, seqlen_q, head_dim_v)``.
         dout: Like out.
         dlse: Like lse, None for zero.
-        lse: ``(batch, num_heads_q, seqlen_q)``, +inf for an empty row; with ``large_scores`` the first of its parts.
-        rest: Like lse, the second, else None.
+        lse: ``(batch, num_heads_q, seqlen_q)``, +inf for an empty row; with ``large_scores`` the first part.
+        rest: Like lse: with ``large_scores`` the second part, else None.
     """
 
     out: Tensor
@@ -38,8 +38,10 @@ class _Rows:
     rest: Tensor | None = None
 
     @classmethod
-    def of(cls, problem: Problem, seq: Sequence, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> _Rows:
-        """Those of a sequence."""
+    def of(
+        cls, problem: Problem, seq: DenseSequences, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> _Rows:
+        """The rows of a sequence."""
         lse, rest = seq.lse_view(lse), None
         if problem.large_scores:
             lse, rest = lse.unbind(-1)
@@ -52,7 +54,7 @@ class _Rows:
         return (apart if self.rest is None else apart.sub_(self.rest[:, :, span, None])).exp_()
 
     def are_large(self, rectangle: Rectangle) -> bool:
-        """Whether PyTorch's kernel, which takes lse in one number, would be wrong about some row."""
+        """Whether some row's lse is too large for PyTorch's kernel, which takes lse as one number."""
         return self.rest is not None and bool(are_large(self.lse[:, :, slice(*rectangle.rows)]).any())
 
     @cached_property
@@ -67,10 +69,10 @@ class _Rows:
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """Gradients being summed over rectangles, in the dtype of the arithmetic, shaped like their inputs.
+    """Gradients that are summed over rectangles, in the dtype of the arithmetic, shaped like their inputs.
 
-    None where no gradient is needed. doperands are flat float64, each as long as its operand, to which any
-    number of pairs may add; empty if none is needed.
+    A gradient that is not needed is None. doperands are flat float64, each as long as its operand, and any number of
+    pairs may add to an element; the tuple is empty if none is needed.
     """
 
     dq: Tensor | None
@@ -116,7 +118,7 @@ def backward(
             return Gradients(dq, dk, dv, None, _stored(dsinks, t.sinks))
         totals = totals or _totals(problem, t)
         for block in path.blocks:
-            # PyTorch's kernel knows of lse in one number.
+            # PyTorch's kernel takes lse as one number.
             by_tiles = not path.kernel or rows.are_large(block[0])
             for rectangle in block:
                 if not by_tiles:
@@ -128,7 +130,7 @@ def backward(
 
 
 def _totals(problem: Problem, t: Tensors, sums: Gradients | None = None) -> _Sums:
-    """What to add the gradients that are needed to, the given sums or zeros; None for the rest."""
+    """Sums to which the needed gradients are added: the given sums, or zeros; None for the other gradients."""
     bias = None if t.attn_bias is None else plan.four_dimensional(t.attn_bias)
     given = (None,) * 3 if sums is None else (sums.dq, sums.dk, sums.dv)
     wanted = problem.grads.operands or (False,) * len(t.operands or ())
@@ -144,23 +146,25 @@ def _totals(problem: Problem, t: Tensors, sums: Gradients | None = None) -> _Sum
 
 
 def _zeros_like(problem: Problem, x: Tensor | None) -> Tensor | None:
-    """Zeros of a tensor's shape in the dtype of the arithmetic, contiguous whatever the tensor's strides are."""
+    """Contiguous zeros of a tensor's shape in the dtype of the arithmetic."""
     return None if x is None else x.new_zeros(x.shape, dtype=problem.lse_dtype)
 
 
 def _rounded(problem: Problem, t: Tensors, sums: _Sums, dsinks: Tensor | None) -> Gradients:
-    """The sums in the dtypes of the results, and in the shapes of their inputs."""
+    """The sums, in the dtypes of the results and the shapes of the inputs."""
     dq, dk, dv = (x if x is None else x.to(problem.grad_dtype) for x in (sums.dq, sums.dk, sums.dv))
     operands = tuple(map(_stored, sums.doperands, t.operands or ()))
     return Gradients(dq, dk, dv, _stored(sums.dbias, t.attn_bias), _stored(dsinks, t.sinks), operands)
 
 
 def _stored(total: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """A sum in the shape and dtype of the input whose gradient it is."""
+    """A gradient's sum in the shape and dtype of the input."""
     return None if total is None or like is None else total.view(like.shape).to(like.dtype)
 
 
-def _kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
+def _kernel_shares(
+    problem: Problem, seq: DenseSequences, rows: _Rows, rectangle: Rectangle
+) -> tuple[Tensor, Tensor, Tensor]:
     """A rectangle's contribution to dq, dk and dv, heads first, from PyTorch's kernel.
 
     The kernel sums over blocks of rows, blocks of keys and the heads of a group in the inputs' dtype, so 16-bit floats
@@ -174,7 +178,7 @@ def _kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rect
     return flash.backward(dout, q, k, v, out, rows.lse[:, :, span], bias, triangle, problem.softmax_scale)
 
 
-def _add_kernel_shares(problem: Problem, seq: Sequence, rows: _Rows, rectangle: Rectangle, sums: _Sums) -> None:
+def _add_kernel_shares(problem: Problem, seq: DenseSequences, rows: _Rows, rectangle: Rectangle, sums: _Sums) -> None:
     span, keys = slice(*rectangle.rows), slice(*rectangle.keys)
     # The kernel always computes all three gradients; unneeded ones are discarded.
     dq, dk, dv = _kernel_shares(problem, seq, rows, rectangle)
@@ -212,9 +216,9 @@ def _add_tile_shares(
         dprobs = dprobs.mul_(s.dropout)
     delta = rows.delta[:, :, span]
     if whole_rows and (problem.grad_dtype != problem.lse_dtype or sums.doperands):
-        # delta from the probabilities of the whole row, more accurate than from out, which was rounded to its dtype.
-        # Where gradients are added to those of other calls, the row may have other keys. A tensor that is added to
-        # whole rows has a gradient that cancels to 0.
+        # delta from the probabilities of the whole row is more accurate than from out, which was rounded. If gradients
+        # are added to other calls' gradients, the row may have other keys. A tensor that is added to whole rows has a
+        # gradient that cancels to 0.
         delta = (probs * dprobs).sum(dim=-1)
         delta = delta if rows.dlse is None else delta - rows.dlse[:, :, span]
     dscores = dprobs.sub_(delta[..., None]).mul_(probs)
@@ -223,7 +227,7 @@ def _add_tile_shares(
     if s.cap_slope is not None:
         dscores = dscores * s.cap_slope
     if s.mod_slope is not None or s.partials:
-        # What a function makes of a dropped pair, its slope too, may be infinite.
+        # A function's value for a dropped pair, and its slope, may be infinite.
         kept = probs != 0
         if sums.doperands:
             _add_partials(problem, tensors, seq, rectangle, torch.where(kept, dscores, 0.0), s, sums)
@@ -236,9 +240,15 @@ def _add_tile_shares(
 
 
 def _add_partials(
-    problem: Problem, t: Tensors, seq: Sequence, rectangle: Rectangle, dscores: Tensor, s: tiles.Scores, sums: _Sums
+    problem: Problem,
+    t: Tensors,
+    seq: DenseSequences,
+    rectangle: Rectangle,
+    dscores: Tensor,
+    s: tiles.Scores,
+    sums: _Sums,
 ) -> None:
-    """Adds to the gradients of what the user's function loads, wherever it loads it from."""
+    """Adds to the gradients of the elements that the user's function loads."""
     function = score_function(problem, t)
     assert function is not None
     at = plan.pairs(seq, rectangle)
@@ -248,7 +258,7 @@ def _add_partials(
             places = function.places(partial.load, {"score": dscores, **at}, dscores.dtype)
             places = places[(None,) * (4 - places.dim())]
             share = torch.where(dscores != 0, slope * dscores, 0.0).double().sum_to_size(places.shape)
-            # One after the other, so that the bits are the same every time.
+            # index_add_ adds one after the other, so that the bits are the same every time.
             total.index_add_(0, places.reshape(-1), share.reshape(-1))
 
 

@@ -1,7 +1,7 @@
-"""Cached calls on the CPU: new keys are appended, then each sequence is a regular call on a view of its keys.
+"""Cached calls on the CPU: new keys are appended, and then each sequence is a regular call over a view of its keys.
 
-New rows are rotated and written for all sequences at once, each element by itself. Nothing else is computed for
-several at once, so a sequence's bits do not depend on the others. Keys in pages, and those of 8 bits, are copied for
+New rows are rotated and written for all sequences at once, element by element. Everything else is computed for one
+sequence at a time, so a sequence's bits do not depend on the others. Keys in pages, and keys of 8 bits, are copied for
 one sequence at a time.
 """
 
@@ -22,7 +22,7 @@ from flashtile.call.rotary import apply_rotary
 from flashtile.core.masks import Band
 
 _NO_OPTIONS = Options()
-# Named wherever a tensor is made: torch.set_default_device may say something else.
+# Passed wherever a tensor is made, because torch.set_default_device may name another device.
 _CPU = torch.device("cpu")
 
 
@@ -61,9 +61,9 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         if not q.shape[0]:
             continue
         tree = _tree(t, b, q.shape[0])
-        # The first key that the first row sees: what is before it is not read.
+        # The first key that the first row sees. Earlier keys are not read.
         start = leftpad[b]
-        # Functions and intervals count keys from there.
+        # Functions and intervals count keys from leftpad.
         counted = one.score_function is not None or one.mask_function is not None or one.intervals
         if problem.band.left is not None and not counted:
             first = max(0, stop - start - q.shape[0] - problem.band.left)
@@ -82,19 +82,19 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         of_one = banded if tree is None else _with_tree(banded, call, tree)
         out, sums = forward.forward(of_one.resized(call, _NO_OPTIONS), call, first=b)
         t.out[rows].copy_(out[0])
-        # Slopes of a tree are a bias, of which the call's own lse knows nothing.
+        # With a tree the slopes became a bias, and lse has two parts, which the call itself does not have.
         sums = sums if problem.large_scores == of_one.large_scores else sums[..., 0]
         lse[rows if bounds is None else (slice(None), rows)].copy_(sums[0])
     return lse
 
 
 def _on_a_line(rows: Tensor) -> Tensor:
-    """Rows whose address does not depend on those before them: PyTorch's float32 products round by it."""
+    """The rows at an aligned address: PyTorch's float32 products round differently by address."""
     return rows.clone() if rows.data_ptr() % 64 else rows
 
 
 def _tree(t: CacheTensors, b: int, num_rows: int) -> Tensor | None:
-    """What a sequence's rows see of one another, bool; None where it has no tree, or a chain, which is causal."""
+    """The rows of a sequence that each of its rows sees, bool; None without a tree, or for a chain, which is causal."""
     if t.tree_mask is None or num_rows > t.tree_mask.shape[1]:
         return None
     seen = tree_pairs(t.tree_mask[b], num_rows)
@@ -102,7 +102,7 @@ def _tree(t: CacheTensors, b: int, num_rows: int) -> Tensor | None:
 
 
 def _with_tree(one: Problem, call: Tensors, seen: Tensor) -> Problem:
-    """The problem of a sequence whose last keys are a tree; the call gets its mask, and its slopes become a bias."""
+    """The problem of a sequence that ends with a tree of keys. The call gets its mask, and its slopes become a bias."""
     shift, depth = call.k.shape[1] - len(seen), seen.sum(-1) - 1
     j = torch.arange(call.k.shape[1], device=_CPU)
     u = (j - shift).clamp(min=0)
@@ -121,14 +121,14 @@ def _caches(t: CacheTensors) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor
 
 
 def _rows(counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Of so many rows of each sequence, one after another: their sequence, and which of its rows they are."""
+    """For ``counts`` rows of each sequence, one after another: the sequence, and the row's number in it."""
     lengths = _numbers(counts)
     sequence = torch.repeat_interleave(lengths)
     return sequence, torch.arange(len(sequence), device=_CPU) - (lengths.cumsum(0) - lengths)[sequence]
 
 
 def _steps(problem: Problem, t: CacheTensors, nth: Tensor, counts: Sequence[int]) -> Tensor:
-    """How far the rows of ``_rows`` stand after their sequence's first: by depth where its queries are a tree."""
+    """The distances of the rows of ``_rows`` after their sequence's first row: in a tree their depths."""
     if t.tree_mask is None:
         return nth
     of_each = zip(t.tree_mask, _query_counts(problem, t), counts, strict=True)
@@ -154,7 +154,7 @@ def _rotated(problem: Problem, t: CacheTensors, x: Tensor, positions: Tensor) ->
 
 
 def _queries(problem: Problem, t: CacheTensors, firsts: Sequence[int], bands: Sequence[Band]) -> Tensor:
-    """q, rotated if there are tables; packed without the rows past the last bound."""
+    """q, rotated if there are tables. Packed rows past the last bound are left out."""
     if t.rotary_cos is None or not len(t.rotary_cos):
         return t.q
     counts = _query_counts(problem, t)
@@ -162,7 +162,7 @@ def _queries(problem: Problem, t: CacheTensors, firsts: Sequence[int], bands: Se
     moves = _numbers([not band.unbounded for band in bands])[sequence]
     positions = _numbers(firsts)[sequence] + moves * _steps(problem, t, nth, counts)
     rows = t.q.flatten(0, 1) if t.cu_seqlens_q is None else t.q[: len(sequence)]
-    # Sequences without keys may stand anywhere.
+    # Sequences without keys may have any position.
     rotated = _rotated(problem, t, rows, positions.clamp(0, len(t.rotary_cos) - 1))
     return rotated.view(t.q.shape) if t.cu_seqlens_q is None else rotated
 
@@ -194,7 +194,7 @@ def _append(problem: Problem, t: CacheTensors, old: Sequence[int], new: Sequence
             x = x.to(problem.lse_dtype)
             if scale is not None:
                 x = x / (scale if scale.dim() == 1 else scale[entries])[..., None].to(x.dtype)
-            # Conversion makes NaN, or an infinity, of what is greater.
+            # Conversion turns greater numbers into NaN or an infinity.
             most = torch.finfo(cache.dtype).max
             x = x.clamp(-most, most).to(cache.dtype).view(torch.uint8)
             cache = cache.view(torch.uint8)
@@ -214,7 +214,7 @@ def _keys(
     found = _found(problem, t, cache.view(torch.uint8) if cache.dtype in EIGHT_BITS else cache, b, span)
     if cache.dtype not in EIGHT_BITS:
         return found[None]
-    # Five times as fast as PyTorch's conversion.
+    # A table is five times as fast as PyTorch's conversion.
     wide = one.dtype if t.row_scale is None else torch.float32
     found = _every_value(cache.dtype, wide).index_select(0, found.flatten().int()).view(found.shape)
     if t.row_scale is not None:
@@ -224,12 +224,12 @@ def _keys(
 
 
 def _found(problem: Problem, t: CacheTensors, cache: Tensor, b: int, span: tuple[int, int]) -> Tensor:
-    """What a cache has of sequence b at these positions: ``(length, num_heads_kv, dim)``."""
+    """The rows of sequence b in a cache at these positions: ``(length, num_heads_kv, dim)``."""
     start, stop = span
     if not t.in_pages:
         return cache[_entry(t, b), start:stop]
     size = problem.keys.page_size
-    # The page of a span without keys need not be one.
+    # The entry for a span without keys may be no valid page.
     first = start // size
     pages = _pages(t, b, torch.arange(first, -(-stop // size) if start < stop else first, device=_CPU))
     return cache.index_select(0, pages).flatten(0, 1)[start - first * size : stop - first * size]
@@ -238,7 +238,7 @@ def _found(problem: Problem, t: CacheTensors, cache: Tensor, b: int, span: tuple
 @functools.lru_cache(maxsize=4)
 @torch.inference_mode(False)
 def _every_value(kind: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """The 256 values of a kind of 8-bit float, by its bits."""
+    """The 256 values of an 8-bit float dtype, in the order of their bits."""
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(kind).to(dtype)
 
 
@@ -253,7 +253,7 @@ def _scales(problem: Problem, t: CacheTensors, scale: Tensor, b: int, span: tupl
 
 
 def _pages(t: CacheTensors, b: int | Tensor, n: Tensor) -> Tensor:
-    """Pages number n of sequences b."""
+    """The n-th pages of sequences b."""
     if t.page_indptr is not None and t.page_indices is not None:
         return t.page_indices[t.page_indptr[b] + n]
     assert t.page_table is not None

@@ -1,4 +1,4 @@
-"""Calls of PyTorch's CPU flash kernel, which handle rows that keep no key; lengths of zero are never passed to it."""
+"""Calls PyTorch's CPU flash kernel, and handles rows that keep no key. Lengths of zero are never passed to it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.nn import functional
 
 from flashtile.backends.cpu import plan
 
-# Of fewer rows a thread's scratch memory may be no multiple of a cache line; then the rounding of matrix products
-# depends on which thread computes them, and a result on the number of sequences in the call.
+# With fewer rows a thread's scratch memory may not be a multiple of a cache line. Then the rounding of matrix products
+# depends on the thread that computes them, and a result depends on the number of sequences in the call.
 FEW_ROWS = 32
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def bias_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that the kernel requires of an additive tile: float32 for 16-bit floats, else that of q."""
+    """The dtype that the kernel requires for an additive tile: float32 for 16-bit floats, else q's dtype."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
@@ -47,7 +47,7 @@ def forward(
     """
     rows = q.shape[2]
     if rows < FEW_ROWS and torch.get_num_threads() > 1 and (more := -rows % _row_multiple(q, k)):
-        # One row's bias serves all.
+        # A bias with one row is the same for all rows.
         bias = bias if bias is None or bias.shape[2] == 1 else functional.pad(bias, (0, 0, 0, more))
         out, lse = _FORWARD(
             functional.pad(q, (0, 0, 0, more)), k, v, 0.0, triangle, attn_mask=bias, scale=softmax_scale
@@ -58,19 +58,19 @@ def forward(
         out, lse = _FORWARD(q, k, v, 0.0, triangle, attn_mask=bias, scale=softmax_scale)
     if bias is None or not has_empty_rows:
         return out, lse
-    # The kernel writes lse 0 for a row whose biases are all -inf.
+    # For a row with only -inf as biases the kernel writes lse 0.
     empty = (bias == -torch.inf).all(dim=-1)
     if not empty.any():
         return out, lse
-    # Its out is 0 there, but for 0 times what is not finite.
+    # There out is 0, or 0 times an element that is not finite.
     out = out if plan.all_finite(v) else out.masked_fill_(empty[..., None], 0.0)
     return out, torch.where(empty, -torch.inf, lse)
 
 
 def _row_multiple(q: Tensor, k: Tensor) -> int:
-    """A number whose multiples make each thread's scratch memory, of a call with ``FEW_ROWS``, one of cache lines.
+    """A multiple for the number of rows: each thread's scratch memory is then a multiple of a cache line.
 
-    It holds scores, two numbers and an output for each row, and 16-bit floats' probabilities in their dtype.
+    The memory holds scores, two numbers and an output for each row, and for 16-bit floats probabilities in their dtype.
     """
     keys, head_dim = min(k.shape[2], 512), q.shape[3]
     numbers = 16 if q.dtype != torch.float64 else 8
@@ -95,7 +95,7 @@ def backward(
     Probabilities are ``exp(score - lse)`` with the lse of all keys, so contributions add up. An empty row's lse must be
     +inf here, which makes its probabilities 0.
 
-    dout is like out, and out and lse are those of the rows; all else is as in ``forward``.
+    dout is like out. out and lse belong to the rectangle's rows. All other arguments are as in ``forward``.
 
     Returns:
         Contributions to dq, dk, dv in the inputs' dtype.

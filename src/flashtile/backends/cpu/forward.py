@@ -1,4 +1,4 @@
-"""The CPU forward: split the call, compute partial states, merge them, add the sinks."""
+"""The CPU forward: splits the call, computes partial states, merges them, and adds the sinks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu.order import order_of
 from flashtile.backends.cpu.paths import Path, adds_tiles, are_large, kernel_fits, paths
-from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
+from flashtile.backends.cpu.plan import DenseSequences, Kind, Rectangle
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import states
 from flashtile.core.states import Partial
@@ -21,9 +21,9 @@ State = tuple[Tensor, Tensor]
 def forward(
     problem: Problem, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None, first: int = 0
 ) -> State:
-    """See ``call.backend.Forward``; PyTorch's kernel makes a tensor of its own, so ``into`` is not used.
+    """See ``call.backend.Forward``. PyTorch's kernel allocates its own result, so ``into`` is not used.
 
-    Its sequences count from ``first`` on for functions of the user's.
+    For a user's functions, sequences are numbered from ``first``.
     """
     if partial is None and problem.out_dtype == problem.dtype:
         return _forward(problem, tensors, first)
@@ -87,13 +87,13 @@ def _row_block(problem: Problem, tensors: Tensors, path: Path, block: list[Recta
     if not is_wrong.any():
         return state
     by_tiles = _row_block(problem, tensors, dataclasses.replace(path, kernel=False), block)
-    # Each sequence as it would be alone.
+    # Each sequence is computed as it would be alone.
     each = is_wrong.flatten(1).any(dim=1)
     out, lse = (torch.where(each.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(by_tiles, state, strict=True))
     return out, lse
 
 
-def _kernel_state(problem: Problem, seq: Sequence, rectangle: Rectangle) -> State:
+def _kernel_state(problem: Problem, seq: DenseSequences, rectangle: Rectangle) -> State:
     rows, keys = slice(*rectangle.rows), slice(*rectangle.keys)
     triangle = rectangle.kind is Kind.TRIANGLE and not seq.has_tile_bias
     bias = None if triangle else plan.tile_bias(problem, seq, rectangle, flash.bias_dtype(problem.dtype))

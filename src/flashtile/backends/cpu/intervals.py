@@ -1,4 +1,4 @@
-"""What interval masks leave of a sequence's rectangles."""
+"""The parts of a sequence's rectangles that interval masks keep."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from flashtile.backends.cpu.plan import Rectangle, Sequence
+    from flashtile.backends.cpu.plan import DenseSequences, Rectangle
 
 
-def within(seq: Sequence, rectangle: Rectangle) -> Tensor | None:
-    """Which pairs of a rectangle lie in their intervals, ``(batch or 1, heads or 1, rows, keys)``; None for all."""
+def within(seq: DenseSequences, rectangle: Rectangle) -> Tensor | None:
+    """The pairs of a rectangle that intervals keep, ``(batch or 1, heads or 1, rows, keys)``; None for all."""
     keep: Tensor | None = None
     if seq.row_keys is not None:
         ends = _span(seq.row_keys, rectangle.rows)
@@ -33,8 +33,8 @@ def _span(intervals: Tensor, span: tuple[int, int]) -> Tensor:
     return intervals if intervals.shape[2] == 1 else intervals[:, :, slice(*span)]
 
 
-def cut(seq: Sequence, block: list[Rectangle]) -> list[Rectangle]:
-    """A block of rows without the keys on either side that none of its rows has in an interval."""
+def cut(seq: DenseSequences, block: list[Rectangle]) -> list[Rectangle]:
+    """A block of rows, without the keys at its two ends that no interval of its rows contains."""
     (first, stop), (low, high) = block[0].rows, (0, seq.seqlen_k)
     if seq.row_keys is not None:
         ends = _span(seq.row_keys, (first, stop))

@@ -1,4 +1,4 @@
-"""The forward-mode derivative of attention: tangents of out and lse from those of the inputs.
+"""The forward-mode derivative of attention: tangents of out and lse from the inputs' tangents.
 
 A loop over tiles of scores in plain PyTorch, with every feature, on any device; memory is linear in the lengths. Since
 lse is known, one pass suffices: with probabilities P and the tangent dS of the scores, ``dlse = rowsum(P * dS)`` and
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import plan, tiles
-from flashtile.backends.cpu.plan import Rectangle, Sequence
+from flashtile.backends.cpu.plan import DenseSequences, Rectangle
 from flashtile.call.arguments import Options
 from flashtile.call.functions import score_function
 from flashtile.call.problem import Problem, Tensors
@@ -33,7 +33,7 @@ class _Tangents:
 def jvp(
     tangents: tuple[Tensor | None, ...], out: Tensor, lse: Tensor, tensors: Tensors, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """The tangents of out and lse in their dtypes, from those of q, k, v, attn_bias and sinks; None for 0."""
+    """The tangents of out and lse, in their dtypes, from the tangents of q, k, v, attn_bias and sinks; None for 0."""
     with torch._C._DisableAutocast():  # or matrix products of float32 take autocast's dtype
         return _tiled(_Tangents(*tangents), out, lse, tensors, Problem.of(tensors, options))
 
@@ -57,9 +57,15 @@ def _tiled(given: _Tangents, out: Tensor, lse: Tensor, tensors: Tensors, problem
 
 
 def _add_tile(
-    p: Problem, t: Tensors, given: _Tangents, seq: Sequence, tile: Rectangle, lse: Tensor, sums: tuple[Tensor, Tensor]
+    p: Problem,
+    t: Tensors,
+    given: _Tangents,
+    seq: DenseSequences,
+    tile: Rectangle,
+    lse: Tensor,
+    sums: tuple[Tensor, Tensor],
 ) -> None:
-    """Adds a tile's share to dlse and to dout, which ``_tiled`` completes; all heads first."""
+    """Adds a tile's share to dlse, and to dout, which ``_tiled`` completes. All tensors have heads first."""
     rows, keys = slice(*tile.rows), slice(*tile.keys)
     q, k, v = tiles.operands(p, seq, tile)
     dtype = q.dtype
@@ -93,7 +99,7 @@ def _add_tile(
         kept = torch.where(tiles.kept(p, t.rng_state, seq, tile), probs / (1 - p.dropout_p), 0.0)
     dout, dlse = sums
     if dscores is not None:
-        # A select and not a product with 0, so that NaN of a masked pair is discarded.
+        # A select instead of a product with 0 discards NaN of a masked pair.
         dscores = torch.where(keep, dscores, 0.0)
         dlse[:, :, rows] += (probs * dscores).sum(dim=-1)
         dout[:, :, rows] += tiles.weighted_sum(p, kept * dscores, v)
@@ -102,7 +108,7 @@ def _add_tile(
 
 
 def _exp(scores: Tensor, lse: Tensor) -> Tensor:
-    """The probabilities of rows' scores, by lse in parts."""
+    """The probabilities for rows' scores, from lse in parts."""
     return torch.exp(scores - lse[..., :1] - lse[..., 1:])
 
 

@@ -1,4 +1,4 @@
-"""What block lists and the user's mask function leave of a sequence's rectangles."""
+"""The parts of a sequence's rectangles that block lists and the user's mask function keep."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from flashtile.mods.block_mask import FULL, PARTIAL
 
 if TYPE_CHECKING:
-    from flashtile.backends.cpu.plan import Rectangle, Sequence
+    from flashtile.backends.cpu.plan import DenseSequences, Rectangle
 
 
-class Lists(NamedTuple):
+class BlockLists(NamedTuple):
     """The lists of some sequences, as in ``mods.block_mask.BlockMask``.
 
     Attributes:
         bounds: ``(batch or 1, heads or 1, blocks_q, 3)``.
-        items: Blocks of keys.
+        items: The numbers of blocks of keys.
         block_size: Rows and keys of a block.
     """
 
@@ -29,8 +29,8 @@ class Lists(NamedTuple):
     block_size: tuple[int, int]
 
 
-def _kinds(lists: Lists, rows: tuple[int, int], seqlen_k: int) -> Tensor:
-    """0, ``PARTIAL`` or ``FULL`` of the blocks that have some rows: ``(b, h, blocks of rows, blocks_k)`` int8."""
+def _kinds(lists: BlockLists, rows: tuple[int, int], seqlen_k: int) -> Tensor:
+    """0, ``PARTIAL`` or ``FULL`` for each block that has some rows: ``(b, h, blocks of rows, blocks_k)`` int8."""
     of_rows, of_keys = lists.block_size
     bounds = lists.bounds[:, :, rows[0] // of_rows : -(-rows[1] // of_rows)].long()
     start, full_start, stop = bounds.flatten(0, -2).unbind(-1)
@@ -39,15 +39,15 @@ def _kinds(lists: Lists, rows: tuple[int, int], seqlen_k: int) -> Tensor:
     at = torch.arange(len(owner), device=owner.device) + (start - counts.cumsum(0) + counts)[owner]
     found = torch.zeros(len(counts), -(-seqlen_k // of_keys), dtype=torch.int8, device=owner.device)
     kind = torch.where(at < full_start[owner], PARTIAL, FULL).to(torch.int8)
-    # Of a shorter packed sequence the list may name blocks that it does not have.
+    # The list may name blocks that a shorter packed sequence does not have.
     item = lists.items[at].long()
     there = item < found.shape[1]
     found[owner[there], item[there]] = kind[there]
     return found.view(*bounds.shape[:3], -1)
 
 
-def cut(seq: Sequence, block: list[Rectangle]) -> list[Rectangle]:
-    """A block of rows without the keys that no list has, those apart that all lists call full."""
+def cut(seq: DenseSequences, block: list[Rectangle]) -> list[Rectangle]:
+    """A block of rows, without the keys that no list has; keys that all lists call full are rectangles of their own."""
     assert seq.lists is not None
     kinds, of_keys = _kinds(seq.lists, block[0].rows, seq.seqlen_k).flatten(0, 2), seq.lists.block_size[1]
     kept, full = (kinds != 0).any(0), (kinds == FULL).all(0)
@@ -60,8 +60,8 @@ def cut(seq: Sequence, block: list[Rectangle]) -> list[Rectangle]:
     return [replace(each, keys=(start, end)) for each, start, end in cut if start < end]
 
 
-def within(seq: Sequence, rectangle: Rectangle, at: dict[str, Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Which pairs of a rectangle lists and the mask function keep, which broadcasts to its scores; None for all."""
+def within(seq: DenseSequences, rectangle: Rectangle, at: dict[str, Tensor], dtype: torch.dtype) -> Tensor | None:
+    """The pairs of a rectangle that lists and the mask function keep; it broadcasts to the scores. None for all."""
     if seq.lists is None:
         return None if seq.mask_mod is None else seq.mask_mod.values([seq.mask_mod.graph.result], at, dtype)[0]
     of_rows, of_keys = seq.lists.block_size

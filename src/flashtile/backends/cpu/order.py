@@ -1,4 +1,4 @@
-"""Packed sequences in another order, so that those which are equally long follow one another."""
+"""Reorders packed sequences, so that equally long ones follow one another."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flashtile.call.problem import Problem, Tensors
 
-# Named wherever a tensor is made: torch.set_default_device may say something else.
+# Passed wherever a tensor is made, because torch.set_default_device may name another device.
 _CPU = torch.device("cpu")
-# Rows a sequence up to which a call of its own costs more than its arithmetic.
+# The most rows of a sequence for which a separate call costs more than its arithmetic.
 _SHORT = 256
 
 
@@ -21,9 +21,9 @@ class Order:
     """A call in another order.
 
     Attributes:
-        tensors: Its tensors.
-        rows: Where its rows of q are in the caller's.
-        keys: The same of k.
+        tensors: The tensors in the new order.
+        rows: The places of its rows of q in the caller's q.
+        keys: The same for k.
     """
 
     tensors: Tensors
@@ -31,14 +31,14 @@ class Order:
     keys: Tensor
 
     def places(self) -> Tensor:
-        """Where the caller's rows of q are in this order."""
+        """The places of the caller's rows of q in this order."""
         return torch.empty_like(self.rows).index_copy_(0, self.rows, torch.arange(len(self.rows), device=_CPU))
 
 
 def order_of(problem: Problem, t: Tensors) -> Order | None:
-    """The order of short sequences by their lengths, if far fewer runs of equal ones are in it, else None.
+    """The order of short sequences by their lengths, if it has far fewer runs of equal lengths, else None.
 
-    A sequence's arithmetic is the same in every order; what has another part for each sequence is not moved.
+    A sequence's arithmetic is the same in every order. Calls with other tensors by sequence are not reordered.
     """
     if not problem.varlen or problem.batch < 4 or len(t.q) > _SHORT * problem.batch:
         return None
@@ -57,13 +57,13 @@ def order_of(problem: Problem, t: Tensors) -> Order | None:
 
 
 def _differs(p: Problem) -> bool:
-    """Whether something is another for each sequence, but q, k and v."""
+    """Whether anything besides q, k and v differs between sequences."""
     has_tensor = p.mask or p.alibi or p.large_scores or p.intervals or p.listed != () or p.origins
     return has_tensor or p.mask_function is not None or p.dropout_p > 0
 
 
 def _moved(bounds: Tensor, order: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Of sequences in another order where their rows are, then those of none, and their bounds."""
+    """For reordered sequences: the places of their rows, then of rows without a sequence; and their bounds."""
     lengths = bounds.diff()[order]
     ends = lengths.cumsum(0)
     first = bounds[:-1][order] - (ends - lengths)

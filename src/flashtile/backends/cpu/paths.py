@@ -1,4 +1,4 @@
-"""How each sequence of a call is computed: by PyTorch's kernel or by tiles, and how many at once."""
+"""Chooses how each sequence of a call is computed: by PyTorch's kernel or by tiles, and how many at once."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import plan
-from flashtile.backends.cpu.plan import Kind, Rectangle, Sequence
+from flashtile.backends.cpu.plan import DenseSequences, Kind, Rectangle
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Band
 
-# Scores of several sequences at once, few enough for a core's cache; and of PyTorch's kernel what is added to them.
+# The most scores of several sequences at once, which fit a core's cache; the most added numbers for PyTorch's kernel.
 MANY_NUMBERS, ADDED_NUMBERS = 2**18, 2**22
-# Below this many keys the kernel treats a row whose scores are all NaN as one without keys.
+# With fewer keys than this the kernel treats a row with only NaN as scores as a row without keys.
 FEW_KEYS = 16
-# Beyond this the kernel's lse, in one number, is off by more than 2**-15, and so are the shares that it gives.
+# Above this the kernel's lse, in one number, is off by more than 2**-15, and so are its results.
 LARGE_LSE = 2.0**9
 
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """A sequence and how it is computed.
+    """A sequence, and the way in which it is computed.
 
     Attributes:
         seq: The sequence, or several at once.
         blocks: Blocks of rows, each as its rectangles.
-        kernel: Whether PyTorch's kernel computes it; else tiles.
+        kernel: Whether PyTorch's kernel computes it; otherwise tiles do.
     """
 
-    seq: Sequence
+    seq: DenseSequences
     blocks: list[list[Rectangle]]
     kernel: bool
 
@@ -57,7 +57,7 @@ def kernel_fits(problem: Problem) -> bool:
 
 
 def are_large(lse: Tensor) -> Tensor:
-    """Which rows' scores are so large that PyTorch's kernel cannot hold their lse; of rows with keys."""
+    """The rows with scores too large for the lse of PyTorch's kernel; rows without keys are not among them."""
     size = lse.abs()
     return (size > LARGE_LSE) & (size != torch.inf)
 
@@ -69,10 +69,11 @@ def adds_tiles(problem: Problem) -> bool:
 
 
 def at_once(problem: Problem, tensors: Tensors, kernel: bool, rows: int, keys: int) -> int:
-    """How many sequences of so many rows and keys are computed at once, so that tiles stay bounded.
+    """The number of sequences, of ``rows`` rows and ``keys`` keys each, to compute at once, so that tiles stay small.
 
-    Each is computed as it would be alone: what depends on its contents, as where intervals and lists cut rectangles,
-    is decided for one at a time.
+    Each sequence is computed as it would be alone: if its contents decide, as intervals and lists do where rectangles
+        are
+    cut, one is computed at a time.
     """
     t = tensors
     if kernel and not adds_tiles(problem):
@@ -102,7 +103,7 @@ def paths(
         tensors: Its tensors.
         kernel: Whether PyTorch's kernel can compute the call.
         keep_local: Whether a NaN of k must reach the rows that keep its key, and no other, as in the forward.
-        first: As which its first sequence counts.
+        first: The number of the first sequence.
 
     Yields:
         Paths; together they hold every row that keeps a key.
@@ -114,7 +115,7 @@ def paths(
 
     def most(rows: int, keys: int) -> int:
         count = at_once(problem, tensors, kernel, rows, keys)
-        # How a sequence with a NaN is computed depends on what it contains.
+        # The contents of a sequence with a NaN decide how it is computed.
         is_odd = checks and count > 1 and _blocks(problem.band, rows, keys, tile_rows if added else None, added)[1]
         return 1 if is_odd and not is_finite() else count
 
@@ -132,16 +133,16 @@ def paths(
 
 @functools.lru_cache(maxsize=256)
 def _blocks(band: Band, rows: int, keys: int, tile_rows: int | None, added: bool) -> tuple[list[list[Rectangle]], bool]:
-    """Blocks of whole sequences of such lengths, and whether they may hide a NaN."""
+    """Blocks of whole sequences of these lengths, and whether they may hide a NaN."""
     blocks = list(plan.row_blocks(band, rows, keys, tile_rows=tile_rows))
     return blocks, _hides_nan(blocks, added)
 
 
 def _hides_nan(blocks: list[list[Rectangle]], added: bool) -> bool:
-    """Whether PyTorch's kernel may lose a NaN among scores, or take it to rows that mask it without a sign of it.
+    """Whether PyTorch's kernel may lose a NaN score, or spread it unnoticed to rows that mask it.
 
-    It adds -inf where a pair is masked, and NaN plus -inf is NaN; tiles use a select. Where something is ``added`` to
-    the scores the forward looks for NaN in lse.
+    The kernel adds -inf to masked pairs, and NaN plus -inf is NaN; tiles use a select. If something is ``added`` to
+    the scores, the forward looks for NaN in lse.
     """
     rectangles = [rectangle for block in blocks for rectangle in block]
     few_keys = any(r.keys[1] - r.keys[0] < FEW_KEYS for r in rectangles)

@@ -1,4 +1,4 @@
-"""How a call is split: into sequences, then blocks of rows, then rectangles that contain kept pairs."""
+"""Splits a call into sequences, then blocks of rows, then rectangles that contain kept pairs."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch import Tensor
 
 from flashtile.backends.cpu import intervals
 from flashtile.backends.cpu import lists as block_lists
-from flashtile.backends.cpu.sequences import Sequence as Sequence
+from flashtile.backends.cpu.sequences import DenseSequences as DenseSequences
 from flashtile.backends.cpu.sequences import four_dimensional as four_dimensional
 from flashtile.backends.cpu.sequences import sequences as sequences
 from flashtile.call.problem import Problem
 from flashtile.core.masks import Band
 
-# Named wherever a tensor is made: torch.set_default_device may say something else.
+# Passed wherever a tensor is made, because torch.set_default_device may name another device.
 _CPU = torch.device("cpu")
-# Rows per block under a narrow and a wide window: few rows waste less of a narrow band, many need fewer calls.
+# Rows of a block under a narrow and a wide window: few rows waste less of a narrow band, many rows need fewer calls.
 NARROW_ROWS, WIDE_ROWS = 128, 256
 NARROW_WINDOW = 512
 # A remainder of fewer rows than this joins the block before it.
 SHORTEST_ROWS = 32
-# Keys per rectangle where scores are PyTorch tensors, and the tile's elements over all heads.
+# Keys of a rectangle if scores are PyTorch tensors, and the elements of a tile over all heads.
 TILE_KEYS, TILE_NUMBERS = 512, 2**20
 
 
 class Kind(Enum):
-    """Which pairs of a rectangle the band keeps: all, the lower triangle, or something else."""
+    """The pairs of a rectangle that the band keeps: all, the lower triangle, or others."""
 
     FULL = "full"
     TRIANGLE = "triangle"
@@ -51,7 +51,7 @@ class Rectangle:
     kind: Kind
 
 
-def blocks_of(band: Band, seq: Sequence, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
+def blocks_of(band: Band, seq: DenseSequences, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
     """``row_blocks`` of a sequence, without the keys that intervals or lists leave out."""
     for block in row_blocks(band, seq.seqlen_q, seq.seqlen_k, tile_rows=tile_rows):
         kept = block if seq.row_keys is None and seq.key_rows is None else intervals.cut(seq, block)
@@ -62,12 +62,12 @@ def blocks_of(band: Band, seq: Sequence, *, tile_rows: int | None) -> Iterator[l
 
 
 def row_blocks(band: Band, seqlen_q: int, seqlen_k: int, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
-    """Blocks of rows, each as its rectangles from left to right; rows that keep no key are in none.
+    """Blocks of rows, each as a list of rectangles from left to right. Rows that keep no key are in no block.
 
     Args:
-        band: Which pairs are kept.
-        seqlen_q: Rows.
-        seqlen_k: Keys.
+        band: The band of kept pairs.
+        seqlen_q: Number of rows.
+        seqlen_k: Number of keys.
         tile_rows: Split into tiles of this many rows and ``TILE_KEYS`` keys; None splits only where the band requires
             it.
     """
@@ -123,11 +123,11 @@ def _row_block(
 
 
 def tile_bias(
-    problem: Problem, seq: Sequence, rectangle: Rectangle, dtype: torch.dtype, *, alibi: bool = True
+    problem: Problem, seq: DenseSequences, rectangle: Rectangle, dtype: torch.dtype, *, alibi: bool = True
 ) -> Tensor | None:
     """The sum added to a rectangle's scores: ALiBi, the bias, and -inf where the band or the mask drops a pair.
 
-    Without ``alibi`` ALiBi is left out, whoever adds it.
+    Without ``alibi`` the caller adds ALiBi.
 
     Returns:
         ``(batch or 1, num_heads_q or 1, rows, keys)`` in ``dtype``, or None where nothing is added.
@@ -152,22 +152,22 @@ def tile_bias(
         keep = kept if keep is None else keep & kept
     if keep is not None:
         total = torch.where(keep, torch.zeros((), dtype=dtype, device=_CPU) if total is None else total, -torch.inf)
-    if total is None:  # intervals or lists that hold all of the rectangle
+    if total is None:  # intervals or lists keep all of the rectangle
         return None
     total = total[(None,) * (4 - total.dim())]
     return total.expand(*total.shape[:2], row_stop - row, key_stop - key)
 
 
-def selections(seq: Sequence, rectangle: Rectangle, dtype: torch.dtype) -> list[Tensor]:
-    """What each mask but the band keeps of a rectangle; they broadcast to its scores."""
+def selections(seq: DenseSequences, rectangle: Rectangle, dtype: torch.dtype) -> list[Tensor]:
+    """The pairs of a rectangle that each mask except the band keeps; they broadcast to its scores."""
     given = [None if seq.mask is None else part(seq.mask, rectangle), intervals.within(seq, rectangle)]
     if seq.lists is not None or seq.mask_mod is not None:
         given.append(block_lists.within(seq, rectangle, pairs(seq, rectangle), dtype))
     return [kept for kept in given if kept is not None]
 
 
-def pairs(seq: Sequence, rectangle: Rectangle) -> dict[str, Tensor]:
-    """What functions of pairs take: b, h, i and j, which broadcast to a rectangle's scores."""
+def pairs(seq: DenseSequences, rectangle: Rectangle) -> dict[str, Tensor]:
+    """The arguments b, h, i and j of functions of pairs, which broadcast to a rectangle's scores."""
     device = seq.q.device
     b = torch.arange(seq.batch.start, seq.batch.stop, device=device)[:, None, None, None]
     h = torch.arange(seq.q.shape[1], device=device)[:, None, None]
@@ -175,8 +175,8 @@ def pairs(seq: Sequence, rectangle: Rectangle) -> dict[str, Tensor]:
     return {"b": b, "h": h, "i": i[:, None], "j": j}
 
 
-def distances(seq: Sequence, rectangle: Rectangle) -> Tensor:
-    """How far a row's position is from a key, as ALiBi has it; ``(rows, keys)`` int64."""
+def distances(seq: DenseSequences, rectangle: Rectangle) -> Tensor:
+    """ALiBi's distances between rows' positions and keys; ``(rows, keys)`` int64."""
     i, j = (torch.arange(*span, device=seq.q.device) for span in (rectangle.rows, rectangle.keys))
     shift, at = seq.seqlen_k - seq.seqlen_q, seq.origin
     if at is not None:
@@ -184,14 +184,14 @@ def distances(seq: Sequence, rectangle: Rectangle) -> Tensor:
     return (i[:, None] + shift - j).abs()
 
 
-def has_empty_rows(problem: Problem, seq: Sequence, rectangle: Rectangle) -> bool:
+def has_empty_rows(problem: Problem, seq: DenseSequences, rectangle: Rectangle) -> bool:
     """Whether a row of the rectangle may keep none of its keys."""
     if any(x is not None for x in (seq.mask, seq.bias, seq.row_keys, seq.key_rows, seq.mask_mod, seq.lists)):
         return True
     return rectangle.kind is Kind.EDGE and _band_has_empty_rows(problem.band, *_place(problem.band, seq, rectangle))
 
 
-def _place(band: Band, seq: Sequence, rectangle: Rectangle) -> tuple[int, int, int, int]:
+def _place(band: Band, seq: DenseSequences, rectangle: Rectangle) -> tuple[int, int, int, int]:
     """The band's shape in a rectangle: row 0's diagonal key, rows, the first key, the end of the keys.
 
     Keys are counted from the rectangle's first one, or from the first one of its chunk: many rectangles share a shape.
@@ -201,7 +201,7 @@ def _place(band: Band, seq: Sequence, rectangle: Rectangle) -> tuple[int, int, i
     return row + seq.seqlen_k - seq.seqlen_q - key + first, row_stop - row, first, first + key_stop - key
 
 
-# Tensors that later calls share are made outside inference mode, whose tensors a training step could not save.
+# Tensors that later calls share are made outside inference mode: a training step could not save them otherwise.
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _band_bias(band: Band, diagonal: int, rows: int, key: int, key_stop: int, dtype: torch.dtype) -> Tensor:
@@ -218,7 +218,7 @@ def _band_has_empty_rows(band: Band, *place: int) -> bool:
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _band_tile(band: Band, diagonal: int, rows: int, key: int, key_stop: int) -> Tensor:
-    """Which pairs the band keeps where row m's diagonal is at key ``m + diagonal``; ``(1, 1, rows, keys)``."""
+    """The pairs that the band keeps if row m's diagonal is at key ``m + diagonal``; ``(1, 1, rows, keys)``."""
     return band.dense(rows, rows + diagonal, keys=(key, key_stop), device=_CPU)[None, None]
 
 

@@ -1,6 +1,6 @@
-"""Quantized calls on the CPU: the values in float32, through the forward, with exact probabilities.
+"""Quantized calls on the CPU: values in float32 go through the forward, with exact probabilities.
 
-The output is that of the quantised tensors without the rounding of probabilities to 8 bits, which kernels add.
+The output belongs to the quantised tensors, without the rounding of probabilities to 8 bits that kernels do.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ def quantized(problem: Problem, t: QuantizedTensors) -> tuple[Tensor, Tensor]:
 
 
 def _wide(problem: Problem) -> Problem:
-    """The regular call; sinks join when the mean of the keys is back in lse."""
+    """The regular call without sinks, which are added after lse contains the mean of the keys again."""
     return problem.but(dtype=torch.float32, sinks=False)

@@ -1,4 +1,4 @@
-"""Quantisation in plain PyTorch, for any device, and what the kernels are compared with."""
+"""Quantisation in plain PyTorch, for any device; the kernels are compared with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashtile.call.rotation import rotate, unrotate
 
 
 def quantized(given: Inputs, choices: Choices, lengths: tuple[int | None, int | None] = (None, None)) -> Quantized:
-    """``quantize`` for arguments that are right."""
+    """``quantize`` for arguments that have been checked."""
     bounds_q, bounds_k = given.cu_seqlens_q, given.cu_seqlens_k
     (q, k), v = turned(given, choices), given.v.float()
     shift = None
@@ -41,7 +41,7 @@ def quantized(given: Inputs, choices: Choices, lengths: tuple[int | None, int | 
 
 
 def restored(record: Quantized, k_given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The q, k and v that the numbers of a record stand for, in its output's dtype; k_given is what it was made of."""
+    """The q, k and v that a record represents, in its output's dtype. ``k_given`` is the k that it was made of."""
     q, k, v = record.dequantized()
     if record.rotated:
         q, k = unrotate(q, record.seed), unrotate(k, record.seed)
@@ -51,7 +51,7 @@ def restored(record: Quantized, k_given: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _mean(k: Tensor, bounds: Tensor | None) -> Tensor:
-    """The mean of ``MOST_KEYS`` keys of each sequence and head, ``(batch, heads, head_dim)``; 0 of no keys."""
+    """The mean of ``MOST_KEYS`` keys of each sequence and head, ``(batch, heads, head_dim)``; 0 without keys."""
     numbers = torch.arange(MOST_KEYS, device=k.device)
     if bounds is None:
         rows = numbers[: k.shape[1]] * k.shape[1] // min(max(k.shape[1], 1), MOST_KEYS)
@@ -64,7 +64,7 @@ def _mean(k: Tensor, bounds: Tensor | None) -> Tensor:
 
 
 def _by_row(of_sequences: Tensor, bounds: Tensor | None, like: Tensor) -> Tensor:
-    """What belongs to a sequence, for each of its rows; 0 for rows of none."""
+    """Values of sequences, repeated for each of their rows; 0 for rows without a sequence."""
     if bounds is None:
         return of_sequences[:, None]
     sequence, exists = sequence_of_rows(bounds, len(like))
@@ -72,7 +72,7 @@ def _by_row(of_sequences: Tensor, bounds: Tensor | None, like: Tensor) -> Tensor
 
 
 def rounded(x: Tensor, bounds: Tensor | None, scales: Scales, room: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Blocks of rows as the bytes of e4m3 numbers, and scales as ``Quantized`` has them, ``room`` times as large."""
+    """Blocks of rows as bytes of e4m3 numbers, and scales as in ``Quantized``, ``room`` times as large."""
     blocks = split(x, bounds)
     largest = blocks.abs().amax((-3, -1)).movedim(-1, -2)  # ([batch,] heads, blocks)
     if scales != "block":
@@ -93,5 +93,5 @@ def rounded(x: Tensor, bounds: Tensor | None, scales: Scales, room: float = 1.0)
 
 def scale_of(largest: Tensor) -> Tensor:
     """The scale that makes the largest number e4m3's largest; 1 if all are 0."""
-    # Not below float32's smallest normal number, whose inverse float32 has too.
+    # The scale is at least float32's smallest normal number, so that float32 can hold the inverse.
     return torch.where(largest > 0, (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny), 1.0)

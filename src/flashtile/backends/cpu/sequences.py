@@ -1,4 +1,4 @@
-"""The dense problems that a call is made of: sequences, several at once where they are equally long."""
+"""Divides a call into dense problems: sequences, or several equally long ones at once."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from flashtile.backends.cpu.lists import Lists
+from flashtile.backends.cpu.lists import BlockLists
 from flashtile.call.functions import Function, mask_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Origin
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence:
+class DenseSequences:
     """One dense problem: sequences of a dense batch, or packed ones that follow one another and are equally long.
 
     Attributes:
-        batch: The indices of its sequences in the call.
+        batch: The numbers of its sequences in the call.
         place: Index of its rows in q, out and their gradients.
         key_place: Index of its rows in k and v.
         lse_place: Index of its rows in lse.
@@ -29,7 +29,7 @@ class Sequence:
         mask: Four dimensions, each of size 1 or full, or None.
         bias: Like mask.
         bias_place: Index of bias in the caller's four-dimensional bias.
-        origin: Where a part lies in a longer sequence, or None.
+        origin: The place of a part in a longer sequence, or None.
         row_keys: The keys that each row keeps, ``(batch or 1, heads or 1, seqlen_q or 1, 2)``, or None.
         key_rows: The rows that keep each key, or None.
         mask_mod: The user's function, or None.
@@ -51,7 +51,7 @@ class Sequence:
     row_keys: Tensor | None = None
     key_rows: Tensor | None = None
     mask_mod: Function | None = None
-    lists: Lists | None = None
+    lists: BlockLists | None = None
 
     @property
     def seqlen_q(self) -> int:
@@ -78,7 +78,7 @@ class Sequence:
         return _heads_first(tensor[self.key_place], len(self.batch))
 
     def lse_view(self, lse: Tensor) -> Tensor:
-        """The rows of an lse-shaped tensor as ``(batch, num_heads_q, seqlen_q)``, then its parts if it has them."""
+        """The rows of an lse-shaped tensor as ``(batch, num_heads_q, seqlen_q)``; parts of lse are a last dimension."""
         rows = lse[self.lse_place]
         if len(self.lse_place) == 1:
             return rows
@@ -93,17 +93,17 @@ def _heads_first(rows: Tensor, count: int) -> Tensor:
 
 def sequences(
     problem: Problem, tensors: Tensors, most: Callable[[int, int], int], first: int = 0
-) -> Iterator[Sequence]:
+) -> Iterator[DenseSequences]:
     """The dense problems of a call.
 
     Args:
         problem: The call.
         tensors: Its tensors.
-        most: How many sequences of so many rows and keys may be one dense problem.
-        first: As which its first sequence counts.
+        most: The most sequences of given rows and keys in one dense problem.
+        first: The number of the first sequence.
 
     Yields:
-        Them; no sequence without rows or keys is with others.
+        The dense problems. A sequence without rows or without keys is always alone.
     """
     if not problem.varlen:
         count = max(1, min(problem.batch, most(problem.seqlen_q, problem.seqlen_k)))
@@ -125,7 +125,7 @@ def sequences(
 
 
 def _run(bounds_q: list[int], bounds_k: list[int], b: int, most: Callable[[int, int], int]) -> int:
-    """How many packed sequences from the b-th on are one dense problem: equally long ones."""
+    """The number of packed sequences, starting with b, that form one dense problem: they are equally long."""
     rows, keys = bounds_q[b + 1] - bounds_q[b], bounds_k[b + 1] - bounds_k[b]
     count, limit = 1, len(bounds_q) - 1 - b
     if limit == 1 or bounds_q[b + 2] - bounds_q[b + 1] != rows or not (rows and keys):
@@ -148,7 +148,7 @@ def _sequence(
     key_place: tuple[slice | int, ...],
     lse_place: tuple[slice | int, ...],
     first: int = 0,
-) -> Sequence:
+) -> DenseSequences:
     count = len(batch)
     q = _heads_first(t.q[place], count)
     k, v = (_heads_first(x[key_place], count) for x in (t.k, t.v))
@@ -158,15 +158,15 @@ def _sequence(
         slopes = slopes[:, :, None, None]
     mask, _ = _corner(t.attn_mask, batch, q.shape[2], k.shape[2])
     bias, bias_place = _corner(t.attn_bias, batch, q.shape[2], k.shape[2])
-    # Where both say the same, rows' keys will do.
+    # If both describe the same mask, the rows' keys are enough.
     key_rows = None if problem.mask_mod.mirrored else t.key_rows
     row_keys, key_rows = _first(t.row_keys, batch, q.shape[2]), _first(key_rows, batch, k.shape[2])
     function, listed = mask_function(problem, t), None
     if t.row_blocks is not None and t.row_items is not None:
         rows, keys = problem.listed[:2]
-        listed = Lists(_of_batch(t.row_blocks, batch), t.row_items, (rows, keys))
+        listed = BlockLists(_of_batch(t.row_blocks, batch), t.row_items, (rows, keys))
     counted = range(batch.start + first, batch.stop + first)
-    return Sequence(
+    return DenseSequences(
         counted, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, None, row_keys, key_rows,
         function, listed,
     )  # fmt: skip

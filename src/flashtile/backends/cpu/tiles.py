@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import plan
-from flashtile.backends.cpu.plan import Rectangle, Sequence
+from flashtile.backends.cpu.plan import DenseSequences, Rectangle
 from flashtile.call.functions import Function, score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import philox, states
@@ -23,12 +23,12 @@ class Scores:
     """A rectangle's scores, their derivative and dropout factors, each ``(1, num_heads_q, rows, keys)``.
 
     Attributes:
-        final: After all functions, bias and masks; -inf where dropped.
+        final: The scores after all functions, bias and masks; -inf for dropped pairs.
         cap_slope: Derivative of the softcap, None without one.
         dropout: Factor of each probability, 0 or 1/(1-p), None without dropout.
-        mod_slope: Derivative of the user's function, None where it is 1 or there is none.
+        mod_slope: Derivative of the user's function; None if it is 1 or there is no function.
         operands: The rectangle's rows of q, k and v.
-        partials: Derivatives of that with respect to what it loads, in the order of ``Graph.partials``.
+        partials: Derivatives of the function with respect to its loads, in the order of ``Graph.partials``.
     """
 
     final: Tensor
@@ -40,7 +40,7 @@ class Scores:
 
 
 def scores(
-    problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectangle, *, derivative: bool = False
+    problem: Problem, tensors: Tensors, seq: DenseSequences, rectangle: Rectangle, *, derivative: bool = False
 ) -> Scores:
     """Rules 1 to 5 and 26, and the dropout of rule 7, for one rectangle of one sequence; with ``derivative`` slopes."""
     dtype = problem.lse_dtype
@@ -57,11 +57,11 @@ def scores(
         cap_slope = 1 - capped * capped
         final = capped * problem.softcap
     if problem.large_scores and seq.slopes is not None:
-        # Before the bias, as in rule 4: what is added to a large number is rounded.
+        # Slopes come before the bias, as in rule 4: a sum with a large number is rounded.
         final = final - seq.slopes.to(dtype) * plan.distances(seq, rectangle)
     bias = plan.tile_bias(problem, seq, rectangle, dtype, alibi=not problem.large_scores)
     if bias is not None:
-        # A select of the -inf, so that a NaN of a masked pair is discarded.
+        # Selecting -inf discards a NaN of a masked pair.
         final = torch.where(bias == -torch.inf, -torch.inf, final + bias)
     factor = None
     if tensors.rng_state is not None:
@@ -72,7 +72,7 @@ def scores(
 def modified(
     function: Function, at: dict[str, Tensor], dtype: torch.dtype, derivative: bool
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """A user's function of scores, and if ``derivative`` its slope, None where it is 1, and its partials."""
+    """A user's function of scores; if ``derivative``, also its slope (None if it is 1) and its partial derivatives."""
     graph = function.graph
     ends, has_slope = [graph.result], derivative and not graph.is_const(graph.slope, 1.0)
     if has_slope and graph.slope is not None:
@@ -84,13 +84,13 @@ def modified(
     return final.expand_as(at["score"]), slope, tuple(others)
 
 
-def kept(problem: Problem, rng_state: Tensor, seq: Sequence, rectangle: Rectangle) -> Tensor:
-    """Which of a rectangle's probabilities dropout keeps."""
+def kept(problem: Problem, rng_state: Tensor, seq: DenseSequences, rectangle: Rectangle) -> Tensor:
+    """The probabilities of a rectangle that dropout keeps."""
     rows, keys = rectangle.rows, rectangle.keys
     return philox.keep(rng_state, problem.dropout_p, seq.batch, problem.num_heads_q, rows, keys, seq.origin)
 
 
-def forward(problem: Problem, tensors: Tensors, seq: Sequence, rectangle: Rectangle) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem, tensors: Tensors, seq: DenseSequences, rectangle: Rectangle) -> tuple[Tensor, Tensor]:
     """Partial output ``(1, num_heads_q, rows, head_dim_v)`` and lse ``(1, num_heads_q, rows)`` of a rectangle.
 
     With ``large_scores`` lse is ``states.in_parts``.
@@ -115,7 +115,7 @@ def weighted_sum(problem: Problem, weights: Tensor, x: Tensor) -> Tensor:
     return per_query_head(per_key_head(weights, problem) @ x, problem)
 
 
-def operands(problem: Problem, seq: Sequence, rectangle: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
+def operands(problem: Problem, seq: DenseSequences, rectangle: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
     """The rectangle's rows of q, k and v in the dtype of the arithmetic."""
     rows, keys = slice(*rectangle.rows), slice(*rectangle.keys)
     dtype = problem.lse_dtype

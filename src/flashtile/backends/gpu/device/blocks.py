@@ -1,9 +1,10 @@
-"""Which blocks of keys a block of rows has to visit (or the reverse), and which of them need a mask.
+"""The blocks of keys that a block of rows has to visit, or the reverse, and those among them that need a mask.
 
 One function serves both directions. A row position i keeps keys ``i - left ... i + right``, so a key j is kept by the
 row positions ``j - right ... j + left``: the backward over keys calls it with the two sides exchanged and with
-positions counted from ``seqlen_k - seqlen_q``. Of both, a chunk leaves what lies in the chunks of the first and the
-last position. What any position touches, and what all of them do, begins and ends no earlier for later positions.
+positions counted from ``seqlen_k - seqlen_q``. A chunk limits both to the chunks of the first and the last position.
+For later positions, the range that any of them touches, and the range that all of them touch, never begins or ends
+earlier.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from flashtile.backends.gpu.device.mods import chunk_start, chunk_stop
 
 
 class KeyBlocks(NamedTuple):
-    """Blocks of a loop, of keys or of rows: those at positions start ... stop - 1, which ``lists.number_of`` knows.
+    """Blocks of a loop, of keys or of rows: those at positions start ... stop - 1, which ``lists.number_of`` converts.
 
-    Of them full_start ... full_stop - 1 need no mask (None: all are treated alike). Unless MASKED, none of them needs
-    one, nor reaches past the end of the sequence. Unless PARTIAL, the user's mask function keeps all of them.
+    Blocks full_start ... full_stop - 1 need no mask (None: all blocks are treated alike). Unless MASKED, no block needs
+    a mask or reaches past the end of the sequence. Unless PARTIAL, the user's mask function keeps all pairs of all
+    blocks.
     """
 
     start: Any
@@ -48,8 +50,8 @@ def block_range(
         BLOCK: Elements of a block.
 
     Returns:
-        (block_min, full_min, full_max, block_max): blocks [block_min, block_max) are touched by some position; of
-        those, [full_min, full_max) exist entirely and are touched by every position, so they need no mask.
+        (block_min, full_min, full_max, block_max): some position touches blocks [block_min, block_max). Every position
+        touches the whole of blocks [full_min, full_max), and these exist entirely, so they need no mask.
         block_min <= full_min <= full_max <= block_max always holds.
     """
     any_start, all_start, any_stop, all_stop = element_range(first, last, length, before, after, HAS_BEFORE, HAS_AFTER)
@@ -58,7 +60,7 @@ def block_range(
 
 @triton.jit
 def element_range(first, last, length, before, after, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr):
-    """(any_start, all_start, any_stop, all_stop): the elements that some position touches, and those that all do."""
+    """(any_start, all_start, any_stop, all_stop): the elements that some position touches, and that all of them do."""
     any_start, all_start = 0, 0
     any_stop, all_stop = length, length
     if HAS_BEFORE:
@@ -72,7 +74,7 @@ def element_range(first, last, length, before, after, HAS_BEFORE: tl.constexpr, 
 
 @triton.jit
 def blocks_between(any_start, all_start, any_stop, all_stop, first, last, BLOCK: tl.constexpr):
-    """What ``block_range`` returns, from the elements of ``element_range``."""
+    """The results of ``block_range``, from the elements of ``element_range``."""
     any_stop = tl.where(last < first, any_start, any_stop)
     block_min = any_start // BLOCK
     block_max = tl.maximum(block_min, tl.where(any_stop > any_start, (any_stop + BLOCK - 1) // BLOCK, 0))
@@ -84,7 +86,7 @@ def blocks_between(any_start, all_start, any_stop, all_stop, first, last, BLOCK:
 
 @triton.jit
 def key_blocks(row_first, row_last, seqlen_q, seqlen_k, band, BLOCK_N: tl.constexpr):
-    """(n_block_min, n_full_min, n_full_max, n_block_max) of rows row_first ... row_last, inclusive, which exist.
+    """(n_block_min, n_full_min, n_full_max, n_block_max) for rows row_first ... row_last, inclusive, which exist.
 
     band: ``Band``.
     """
@@ -105,7 +107,7 @@ def key_blocks(row_first, row_last, seqlen_q, seqlen_k, band, BLOCK_N: tl.conste
 
 @triton.jit
 def query_blocks(key_first, key_last, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr):
-    """(m_block_min, m_full_min, m_full_max, m_block_max) of keys key_first ... key_last, inclusive, which exist."""
+    """(m_block_min, m_full_min, m_full_max, m_block_max) for keys key_first ... key_last, inclusive, which exist."""
     HAS_LEFT: tl.constexpr = band.left is not None
     HAS_RIGHT: tl.constexpr = band.right is not None
     shift = seqlen_k - seqlen_q
@@ -125,7 +127,7 @@ def query_blocks(key_first, key_last, seqlen_q, seqlen_k, band, BLOCK_M: tl.cons
 def phase_blocks(phase: tl.constexpr, block_min, full_min, full_max, block_max, ONE_LOOP: tl.constexpr):
     """The blocks of one phase of a loop: 0 before the blocks that need no mask, 1 those blocks, 2 after them.
 
-    With ONE_LOOP phase 2 covers all blocks. Phase 0 is empty where ``block_range`` has HAS_BEFORE False.
+    With ONE_LOOP phase 2 covers all blocks. Phase 0 is empty if ``block_range`` has HAS_BEFORE False.
 
     Returns:
         (start, stop).

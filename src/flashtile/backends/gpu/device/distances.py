@@ -1,8 +1,8 @@
-"""What a score mod computes of a pair's distance alone, once for each distance and head instead of once for each pair.
+"""Values of a score mod that depend on a pair's distance alone, computed once for each distance and head, not pair.
 
-T5 and its like look up a learned number by a bucket of the distance: for a tile of 64 rows and 64 keys, which have 127
-distances, that is computed 4,096 times. Before a kernel starts, ``tabulate`` computes it for all distances of the call;
-the kernel then reads, from addresses that differ by constants.
+T5 and similar models look up a learned number by a bucket of the distance. A tile of 64 rows and 64 keys has 127
+distances, but would compute the number 4,096 times. Before a kernel starts, ``tabulate`` computes it for all distances
+of the call. The kernel then reads it, from addresses that differ by constants.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import triton.language as tl
 
 from flashtile.backends.gpu.device.mods import At
 
-# More than the distances in a block of pairs.
+# This is more than the number of distances in a block of pairs.
 TILE = tl.constexpr(256)
 
 
 @triton.jit
 def of_head(table, value, b, h):
-    """Where the first number of a value is, of a sequence and a head; any if there is none, as after the last tile."""
+    """Address of a value's first number for a sequence and a head; any address for a tile past the last one."""
     b, h = tl.minimum(tl.maximum(b, 0), table.batch - 1), tl.minimum(tl.maximum(h, 0), table.heads - 1)
     return table.ptr + tl.cast((table.batch * value + b) * table.heads + h, tl.int64) * table.size
 
 
 @triton.jit
 def within(table, distance, MARGIN: tl.constexpr):
-    """Where a distance is in a head's numbers, at least MARGIN from their ends: lengths of a call may be wrong."""
+    """A distance's place in a head's numbers, at least MARGIN from their ends, since lengths of a call may be wrong."""
     return tl.minimum(tl.maximum(distance + table.before, MARGIN), table.size - 1 - MARGIN)
 
 
 @triton.jit
 def tabulate(mod, table, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Fills a ``Table`` with COUNT values: a program has BLOCK distances of one head.
+    """Fills a ``Table`` with COUNT values. A program computes BLOCK distances of one head.
 
     ``mod`` is ``Tabulated``.
     """

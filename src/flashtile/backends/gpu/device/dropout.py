@@ -1,6 +1,6 @@
 """Dropout's keep mask, bitwise equal to ``flashtile.core.philox``."""
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 from __future__ import annotations
 
 import triton
@@ -14,7 +14,7 @@ _WIDE_PRODUCT = tl.constexpr("{ .reg .b64 both; mul.wide.u32 both, $2, 0xD256D19
 
 @triton.jit
 def cipher_of(call, b, h):
-    """(key, a, b) of a head of a sequence, () without dropout; b may be past the last packed sequence."""
+    """(key, a, b) for a head of a sequence; () without dropout. b may be past the last packed sequence."""
     if call.mods.dropout.rng_state_ptr is None:
         return ()
     else:
@@ -31,7 +31,7 @@ def cipher_of(call, b, h):
 
 @triton.jit
 def words(cipher, rows, keys, PTX: tl.constexpr):
-    """The two words of each counter: rows and keys are those ``without_8``, and broadcast."""
+    """The two words of each counter. rows and keys are results of ``without_8``, and broadcast."""
     key, a, b = cipher[0], cipher[1] ^ rows.to(tl.uint32), cipher[2] ^ keys.to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
         upper, lower = product(a, PTX)
@@ -52,19 +52,19 @@ def product(a, PTX: tl.constexpr):
 
 @triton.jit
 def wide_product(a):
-    """``product`` in one instruction, for which the compiler, left to itself, takes two."""
+    """``product`` in one instruction; the compiler by itself would use two."""
     return tl.inline_asm_elementwise(_WIDE_PRODUCT, "=r,=r,r", [a], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
 
 
 @triton.jit
 def without_8(places):
-    """Numbers without their bit of value 8: those above it move down."""
+    """Numbers without their bit of value 8; the bits above it move down."""
     return ((places >> 4) << 3) | (places & 7)
 
 
 @triton.jit
 def keep_tile(dropout, cipher, b, row, key, M: tl.constexpr, N: tl.constexpr):
-    """Which probabilities of M rows from ``row`` on and N keys from ``key`` on are kept, all multiples of 16: bool."""
+    """Which probabilities are kept, bool, for M rows from ``row`` and N keys from ``key``, all multiples of 16."""
     limit = dropout.threshold.to(tl.uint32, bitcast=True)
     if dropout.origins_ptr is not None or M == 16 or N == 16:
         rows, keys = row + tl.arange(0, M)[:, None], key + tl.arange(0, N)[None, :]
@@ -72,9 +72,10 @@ def keep_tile(dropout, cipher, b, row, key, M: tl.constexpr, N: tl.constexpr):
             at = dropout.origins_ptr + b * 6
             rows = tl.load(at + 1) + tl.load(at + 2) * rows
             keys = tl.load(at + 3) + tl.load(at + 4) * keys
-        # Each pair takes half a word of a counter of its own. Neighbours need not be neighbours in the whole. And of
-        # what was joined and masked by bytes, Triton 3.6 and 3.7 make operands of eight neighbours a thread along the
-        # sum: a sum over 16 is then in half of a warp's threads, and in the other half again, where it is added twice.
+        # Each pair evaluates its own counter and takes half a word, since neighbours in a part need not be neighbours
+        # in the whole. Also, from numbers that are joined and masked by bytes, Triton 3.6 and 3.7 make operands with
+        # eight neighbours per thread along the sum: a sum over 16 is then in half of a warp's threads, and again in the
+        # other half, where it is added twice.
         first, second = words(cipher, without_8(rows), without_8(keys), dropout.PTX)
         word = tl.where((rows & 8) == 0, first, second)
         kept = tl.where((keys & 8) == 0, word << 16, word) >= limit

@@ -1,4 +1,4 @@
-"""What printed mods call: indices that stay inside their tensors, and PyTorch's rounding of integer division."""
+"""Functions that printed mods call: indices that stay inside their tensors, and integer division as in PyTorch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from flashtile.backends.gpu.device import distances
 
 @triton.jit
 def filled(value, like):
-    """A value for each element of ``like``, in its layout where tensors have one."""
+    """A value repeated for each element of ``like``, in like's layout if tensors have one."""
     return tl.where(like == like, value, value)
 
 
 @triton.jit
 def apart(at):
-    """``i - j`` of an ``At``."""
+    """``i - j`` for an ``At``."""
     if len(at.apart) > 0:  # noqa: SIM108 - a compile-time condition
         distance = at.apart[0]
     else:
@@ -46,11 +46,12 @@ def inside(x, size):
 
 @triton.jit
 def inside_by_key(x, size, j):
-    """``inside`` of what keys or pairs read, so that neighbouring threads load for neighbouring keys.
+    """``inside`` for loads by key or pair, so that neighbouring threads load for neighbouring keys.
 
-    Of clamped indices Triton 3.6 would take the rows first, 32 for a warp. It is told that they follow one another as
-    keys j do. Where they do not that is safe, as addresses are not known to be aligned (``gpu.functions``): each is
-    loaded by itself. ``inside`` is written out, since what is said of a call's result is lost once it is inlined.
+    For clamped indices Triton 3.6 would order threads along rows first, 32 in a warp. ``max_contiguous`` tells it that
+    indices are consecutive like keys j. If they are not, that is safe: addresses are not known to be aligned
+    (``gpu.functions``), so each element is loaded by itself. ``inside`` is written out here, since a hint on a call's
+    result is lost once the call is inlined.
     """
     x = tl.where(x < 0, x + size, x)
     x = tl.minimum(tl.maximum(x, 0), size - 1).to(tl.int64)
@@ -61,35 +62,35 @@ def inside_by_key(x, size, j):
 
 @triton.jit
 def inside_from_start(x, size):
-    """``inside`` of a constant that is not negative."""
+    """``inside`` for a constant that is not negative."""
     return tl.minimum(size - 1, x).to(tl.int64)
 
 
 @triton.jit
 def inside_from_end(x, size):
-    """``inside`` of the constant -x."""
+    """``inside`` for the constant -x."""
     return tl.maximum(size - x, 0).to(tl.int64)
 
 
 @triton.jit
 def floor_div(a, b):
-    """Rounded down, as PyTorch's ``//``."""
+    """The quotient rounded down, as PyTorch's ``//``."""
     q = a // b
     return tl.where((q * b != a) & ((a < 0) != (b < 0)), q - 1, q)
 
 
 @triton.jit
 def remainder(a, b):
-    """Of the divisor's sign, as PyTorch's ``%``; where there is a ``//`` too, nothing is divided again."""
+    """Remainder with the sign of the divisor, as in PyTorch. Reuses the quotient if the graph also has ``//``."""
     return a - floor_div(a, b) * b
 
 
 @triton.jit
 def divisor(b):
-    """What divides indices by a number, computed once for many: (multiplier, shift, what to add, sign, -|b|).
+    """Numbers to divide many indices by one number: (multiplier, shift, number to add, sign, -|b|).
 
-    The multiplier is the least m with m |b| >= 2^(31 + shift), where 2^shift >= |b|. An estimate in float32 is off by
-    2^11 at most, and one of what that leaves by 1.
+    The multiplier is the least m with m |b| >= 2^(31 + shift), where 2^shift >= |b|. A float32 estimate of it is off by
+    at most 2^11, and an estimate of the remaining error by at most 1.
     """
     size = tl.maximum(tl.abs(b), 1).to(tl.int64)
     shift = ((size - 1).to(tl.float64).to(tl.int64, bitcast=True) >> 52).to(tl.int32) - 1022
@@ -107,21 +108,22 @@ def divisor(b):
 
 @triton.jit
 def index_div(a, m, shift, extra, sign, minus):
-    """``floor_div`` of an index, which is not negative, by a number b of which ``divisor`` is; a + |b| < 2^30."""
+    """``floor_div`` of an index, which is not negative, by a number b, from ``divisor(b)``; a + |b| < 2^30."""
     return (tl.umulhi((2 * a + extra).to(tl.uint32), m).to(tl.int32) >> shift) * sign
 
 
 @triton.jit
 def index_rem(a, m, shift, extra, sign, minus):
-    """``remainder`` of the same."""
+    """``remainder`` of an index by a number b, with the arguments of ``index_div``."""
     return (tl.umulhi((2 * a + extra).to(tl.uint32), m).to(tl.int32) >> shift) * minus + a
 
 
 @triton.jit
 def is_within(first, second, most):
-    """``abs(first - second) <= most`` of integers, in a sum and a comparison where ``most - second`` is known.
+    """``abs(first - second) <= most`` for integers, in one sum and one comparison if ``most - second`` is known.
 
-    Of numbers without a sign 0 <= x <= 2 n is one comparison; 2^31 less, as here, they are ordered as those with one.
+    For unsigned numbers 0 <= x <= 2 n is one comparison. Reduced by 2^31, as here, they have the order of signed
+    numbers.
     """
     least = -2147483648
     room = tl.where(most < 0, least, 2 * most + 1 + least)
@@ -130,13 +132,13 @@ def is_within(first, second, most):
 
 @triton.jit
 def trunc(x):
-    """Rounded towards 0."""
+    """Rounds towards 0."""
     return tl.where(x < 0.0, tl.ceil(x), tl.floor(x))
 
 
 @triton.jit
 def sign(x):
-    """-1, 0 or 1; NaN of NaN."""
+    """-1, 0 or 1; NaN for NaN."""
     return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))
 
 
@@ -148,14 +150,14 @@ def sign_of(x):
 
 @triton.jit
 def log1p(x):
-    """``log(1 + x)``, exact where 1 + x rounds."""
+    """``log(1 + x)``, accurate also if 1 + x rounds."""
     y = 1.0 + x
     return tl.where(y == 1.0, x, tl.log(y) * (x / (y - 1.0)))
 
 
 @triton.jit
 def power(x, y):
-    """``x ** y``, of a negative x where y has no fraction."""
+    """``x ** y``; for a negative x defined if y has no fraction."""
     y = x * 0.0 + y
     size = tl.where(y == 0.0, 1.0, tl.exp2(y * tl.log2(tl.abs(x))))
     half = y * 0.5

@@ -1,7 +1,7 @@
-"""Interval masks: a row keeps keys ``start <= j < end``, or a key is kept by rows likewise.
+"""Interval masks: a row keeps keys ``start <= j < end``, or rows ``start <= i < end`` keep a key.
 
-Blocks that no interval reaches are left out of the loops by bounds: four numbers for each tile of rows, or of keys,
-which ``interval_bounds`` writes before. Blocks that an interval cuts are masked to the pair.
+Loops leave out blocks that no interval reaches, by bounds: four numbers for each tile of rows or of keys, which
+``interval_bounds`` writes beforehand. Blocks that an interval cuts are masked by pair.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Past every row and key.
+# A number past every row and key.
 FAR = tl.constexpr(2**30)
 
 
 @triton.jit
 def base_of(interval, b, h):
-    """Where the pairs of a sequence and a query head begin."""
+    """The address of a sequence's and query head's first pair of ends."""
     return interval.ptr + (tl.cast(b, tl.int64) * interval.batch_step + tl.cast(h, tl.int64) * interval.head_step)
 
 
 @triton.jit
 def ends_of(interval, b, h, element, exists):
-    """(start, end) of the intervals of elements; (0, 0) of those that do not exist."""
+    """(start, end) of elements' intervals; (0, 0) for elements that do not exist."""
     at = base_of(interval, b, h) + element * interval.step
     exists = exists & (element >= 0) & ((element < interval.count) | (interval.step == 0))
     return tl.load(at, mask=exists, other=0), tl.load(at + 1, mask=exists, other=0)
@@ -29,14 +29,14 @@ def ends_of(interval, b, h, element, exists):
 
 @triton.jit
 def select(x, interval, b, h, element, other, fill):
-    """x, or fill where ``other`` is not in the interval of ``element``; both can be broadcast against x."""
+    """x, or fill where ``other`` is not in the interval of ``element``; both broadcast against x."""
     start, end = ends_of(interval, b, h, element, element >= 0)
     return tl.where(other < end, tl.where(other >= start, x, fill), fill)
 
 
 @triton.jit
 def bounds_of(bounds, b, h, tile, exists, COUNT: tl.constexpr):
-    """(any_start, any_stop, all_start, all_stop) of COUNT tiles from ``tile`` on, of those that exist."""
+    """(any_start, any_stop, all_start, all_stop) for COUNT tiles from ``tile`` on, as far as they exist."""
     any_start, any_stop = tile * 0 + FAR, tile * 0
     all_start, all_stop = tile * 0, tile * 0 + FAR
     base = bounds.ptr + (tl.cast(b, tl.int64) * bounds.batch_step + tl.cast(h, tl.int64) * bounds.head_step)
@@ -51,7 +51,7 @@ def bounds_of(bounds, b, h, tile, exists, COUNT: tl.constexpr):
 
 @triton.jit
 def narrowed(block_min, full_min, full_max, block_max, found, BLOCK: tl.constexpr):
-    """What is left of ``blocks.block_range`` within ``bounds_of`` a tile, in its order."""
+    """The results of ``blocks.block_range`` narrowed to a tile's ``bounds_of``, in the same order."""
     any_start, any_stop, all_start, all_stop = found
     low = tl.minimum(tl.maximum(block_min, any_start // BLOCK), block_max)
     high = tl.maximum(tl.minimum(block_max, (any_stop + BLOCK - 1) // BLOCK), low)
@@ -62,7 +62,7 @@ def narrowed(block_min, full_min, full_max, block_max, found, BLOCK: tl.constexp
 
 @triton.jit
 def _own_bounds(own, b, h, first, length, BLOCK: tl.constexpr):
-    """``bounds_of`` a tile from the intervals of its elements."""
+    """``bounds_of`` for a tile, from the intervals of its elements."""
     element = first + tl.arange(0, BLOCK)
     exists = element < length
     start, end = ends_of(own, b, h, element, exists)
@@ -78,9 +78,9 @@ def _own_bounds(own, b, h, first, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def _others_bounds(others, b, h, first, stop, table):
-    """``bounds_of`` the tile ``first ... stop - 1`` from the intervals of the other side's elements.
+    """``bounds_of`` for the tile ``first ... stop - 1``, from the intervals of the other side's elements.
 
-    Of those that keep all of the tile, which need not be neighbours, the run that begins first.
+    The elements that keep the whole tile need not be neighbours: all_start and all_stop bound their first run.
     """
     any_start, any_stop = tl.full((), FAR, tl.int32), tl.full((), 0, tl.int32)
     all_start, all_stop = tl.full((), FAR, tl.int32), tl.full((), FAR, tl.int32)
@@ -106,8 +106,8 @@ def interval_bounds(own, others, table):
     """The ``Bounds`` of one tile of one head.
 
     Args:
-        own: ``Interval`` of the tiles' side, or None.
-        others: The other side's, or None.
+        own: ``Interval`` for the tiles' side, or None.
+        others: ``Interval`` for the other side, or None.
         table: ``Table``.
     """
     pid = tl.program_id(0)

@@ -1,7 +1,7 @@
-"""Block lists: which blocks of keys each block of rows keeps, or of rows each block of keys; ``mods.block_mask``.
+"""Block lists: the blocks of keys that each block of rows keeps, or the reverse; see ``mods.block_mask``.
 
-A loop over a list is a loop over a range: it walks positions, and ``number_of`` says which block is at one. A list has
-partial blocks first, which the mask's function or bits decide about, then full ones.
+A loop over a list is a loop over a range of positions, and ``number_of`` gives the block at a position. A list has
+partial blocks first, in which the mask's function or bits decide, and then full blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def bounds_of(lists, b, h, first, exists):
-    """The three bounds of the list of the block in which element ``first`` lies; an empty list if not ``exists``."""
+    """The three bounds of the list for the block that contains element ``first``; an empty list if not ``exists``."""
     block = first // lists.BLOCK
     there = exists & (block < lists.count)
     at = lists.bounds + (tl.cast(b, tl.int64) * lists.batch_step + tl.cast(h, tl.int64) * lists.head_step) + 3 * block
@@ -21,7 +21,7 @@ def bounds_of(lists, b, h, first, exists):
 
 @triton.jit
 def bits_of(lists, b, h, first, start, exists):
-    """Where in ``items`` the bits of the block at position 0 would be, if the list from ``start`` on began there."""
+    """Offset in ``items`` of this row block's bitmaps. The bitmap at list position p begins at offset + p * WORDS."""
     WORDS: tl.constexpr = lists.BLOCK * lists.OTHER // 32
     number = (b * lists.batch_step + h * lists.head_step) // 3 + first // lists.BLOCK
     there = exists & (first // lists.BLOCK < lists.count)
@@ -30,18 +30,18 @@ def bits_of(lists, b, h, first, start, exists):
 
 @triton.jit
 def positions_of(lists, b, h, first, exists, length, TILE: tl.constexpr):
-    """What ``blocks.block_range`` returns, of a list, in positions of tiles of the other side.
+    """The results of ``blocks.block_range`` for a list, in positions of tiles of the other side.
 
-    Before full_start are partial blocks; from full_stop on are full ones that may lie on an edge.
+    Blocks before full_start are partial. Blocks from full_stop on are full, but may lie on an edge.
 
     Args:
         lists: ``Lists``.
         b: The sequence.
         h: The query head.
         first: First element of this side's tile.
-        exists: Whether there is such a sequence.
+        exists: Whether the sequence exists.
         length: Elements of the other side.
-        TILE: Elements of a tile of the other side, which divides ``OTHER``.
+        TILE: Elements of a tile of the other side; it divides ``OTHER``.
     """
     SPLIT: tl.constexpr = lists.OTHER // TILE
     start, full_start, stop = bounds_of(lists, b, h, first, exists)
@@ -54,7 +54,7 @@ def positions_of(lists, b, h, first, exists, length, TILE: tl.constexpr):
 
 @triton.jit
 def number_of(position, lists, TILE: tl.constexpr):
-    """The tile of the other side at a position: of a range, where ``lists`` is None, the position itself."""
+    """The tile of the other side at a position; if ``lists`` is None, the position itself."""
     number = position
     if lists is not None:
         SPLIT: tl.constexpr = lists.OTHER // TILE
@@ -64,7 +64,7 @@ def number_of(position, lists, TILE: tl.constexpr):
 
 @triton.jit
 def kind_of(lists, b, h, first, other):
-    """Whether the blocks of element ``first`` and of ``other``, of the other side, are 0, 1 (partial) or 2 (full)."""
+    """The kind of the pair of blocks with elements ``first`` and ``other``: 0, 1 (partial) or 2 (full)."""
     start, full_start, stop = bounds_of(lists, b, h, first, True)
     block = other // lists.OTHER
     partial, full = _has(lists, start, full_start, block), _has(lists, full_start, stop, block)
@@ -73,7 +73,7 @@ def kind_of(lists, b, h, first, other):
 
 @triton.jit
 def _has(lists, low, high, block):
-    """Whether a block is in the sorted part ``low ... high - 1`` of the items."""
+    """Whether a block is in the sorted items ``low ... high - 1``."""
     stop = high
     while low < high:
         middle = (low + high) // 2

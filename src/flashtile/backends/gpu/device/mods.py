@@ -1,20 +1,21 @@
-"""Mods: what happens to ``q @ k^T`` between the product and the softmax, and which pairs count.
+"""Mods: the operations on ``q @ k^T`` between the product and the softmax, and the masks of pairs.
 
-A ``Mod`` transforms scores, or selects those that a row keeps; softcap, ALiBi, bias and mask are its instances, beside
-which the band stands, since it also says which blocks are visited. A mod consists of ``@triton.jit`` functions and what
-they read:
+A ``Mod`` transforms scores, or selects the scores that a row keeps. Softcap, ALiBi, bias and mask are mods. The band is
+not, because it also decides which blocks are visited. A mod consists of ``@triton.jit`` functions and their operands:
 
-    function(scores, operands, at) -> scores               of a transform
+        function(scores, operands, at) -> scores               for a transform
     linear(scores, operands, at) -> scores, slope          slope is d scores out / d scores in
-    function(x, operands, at, fill) -> x                   of a mask: x where a row keeps the key, fill elsewhere
-    of_head(operands, at) -> operands                      what the others take, read once a head, where it differs
+        function(x, operands, at, fill) -> x                   for a mask: x where a row keeps the key, fill elsewhere
+        of_head(operands, at) -> operands                      the functions' operands for a head, if these differ by
+        head
 
-with scores in natural units and ``at`` an ``At``, which for ``of_head`` has no p and j. A user's functions,
-"score_mod" and "mask_mod", are printed (``flashtile.mods.printed`` has their protocol); they come first and last.
-Softcap, ALiBi and bias are applied in this order, then the band and masks. The mask of a cached call with draft trees
-is "tree". Transforms and the band then take the positions of drafts that ``tree_places`` computes, for rows and for
-keys; the tree's mask takes the keys' indices. A backend may compute a mod in another way, as the Hopper kernels do, and
-finds it by its name in ``Mods.SCORES`` or ``Mods.MASKS``.
+with scores in natural units and ``at`` an ``At``, which has no p and j for ``of_head``. A user's functions,
+"score_mod" and "mask_mod", are printed (``flashtile.mods.printed`` describes their protocol); score_mod comes first and
+mask_mod last.
+Softcap, ALiBi and bias are applied in this order, then the band and the masks. In a cached call with draft trees the
+mask is "tree". Transforms and the band then take the positions that ``tree_places`` computes for rows and for keys; the
+tree's mask takes the keys' indices. A backend may compute a mod in another way, as the Hopper kernels do, and finds it
+by its name in ``Mods.SCORES`` or ``Mods.MASKS``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from flashtile.backends.gpu.device import intervals, sequence, softmax
 
 
 class Head(NamedTuple):
-    """One head of one sequence; shift is the position of row 0, operands are what the mods' ``of_head`` returned."""
+    """One head of one sequence. shift is the position of row 0; operands are the results of the mods' ``of_head``."""
 
     b: Any
     h: Any
@@ -40,18 +41,18 @@ class Head(NamedTuple):
 
 
 class At(NamedTuple):
-    """Which pairs of a row and a key a block consists of; i, p and j can be broadcast against its scores.
+    """The pairs of a row and a key in a block. i, p and j broadcast against its scores.
 
     Attributes:
         b: The sequence.
         h: The query head.
-        i: Rows.
-        p: Their positions among the keys, ``i + seqlen_k - seqlen_q``; by depth where they are a tree.
-        j: Keys.
+        i: The rows.
+        p: The rows' positions among the keys, ``i + seqlen_k - seqlen_q``; in a tree by depth.
+        j: The keys.
         seqlen_q: Rows of the sequence.
-        seqlen_k: Its keys.
-        apart: Where a kernel has another way to it, (``i - j``, that of the block's first pair, what it is more by the
-            thread, by the element), else ().
+        seqlen_k: Keys of the sequence.
+        apart: If a kernel computes it in another way, (``i - j``, ``i - j`` of the block's first pair, the difference
+            by thread, the difference by element), else ().
     """
 
     b: Any
@@ -65,7 +66,7 @@ class At(NamedTuple):
 
 
 class PartSlope(NamedTuple):
-    """What ``alibi_of_part`` takes: i and j are ``|offset + row_step * i - key_step * j|`` apart."""
+    """The operand of ``alibi_of_part``: the distance of i and j is ``|offset + row_step * i - key_step * j|``."""
 
     slope: Any
     offset: Any
@@ -74,7 +75,7 @@ class PartSlope(NamedTuple):
 
 
 class HeadTensor(NamedTuple):
-    """A ``ScoreTensor`` of one head: base is the address of row position 0 and key 0."""
+    """A ``ScoreTensor`` for one head: base is the address of row position 0 and key 0."""
 
     base: Any
     stride_row: Any
@@ -86,10 +87,10 @@ class TreeRows(NamedTuple):
     """A sequence's tree, and the words of some of its rows.
 
     Attributes:
-        base: Address of its words.
-        count: Its rows; 0 for a sequence that has no tree.
+        base: Address of the tree's words.
+        count: Rows of the tree; 0 for a sequence without a tree.
         shift: Index of the first row's key.
-        word: Of the rows ``At.i``.
+        word: The words of the rows ``At.i``.
     """
 
     base: Any
@@ -100,13 +101,13 @@ class TreeRows(NamedTuple):
 
 @triton.constexpr_function
 def count(names):
-    """How many there are of ``Mods.SCORES`` or ``MASKS``."""
+    """The number of names in ``Mods.SCORES`` or ``MASKS``."""
     return len(names.split())
 
 
 @triton.constexpr_function
 def place_of(names, name):
-    """Which of them has a name; -1 for none."""
+    """The place of a name among ``names``; -1 if it is not there."""
     return names.split().index(name) if name in names.split() else -1
 
 
@@ -123,7 +124,7 @@ def tanh(x):
     poly = poly * square - 3.33332819422e-1
     near = x + x * square * poly
     magnitude = tl.abs(x)
-    # 2 * log2(e) turns exp(2 |x|) into exp2; where that overflows, 2 / inf is 0.
+    # 2 * log2(e) turns exp(2 |x|) into exp2; if it overflows, 2 / inf is 0.
     far = 1.0 - 2.0 / (tl.exp2(magnitude * 2.8853900817779268) + 1.0)
     return tl.where(magnitude < 0.625, near, tl.where(x < 0.0, -far, far))
 
@@ -146,8 +147,8 @@ def softcap_linear(scores, cap, at):
 def quick_softcap(scores, cap, twice_log2e_over_cap):
     """``softcap`` as accurate as a softmax needs: ``cap - 2 cap / (exp(2 scores / cap) + 1)``.
 
-    Near 0 the difference cancels, so the relative error is large there; a softmax depends on absolute errors alone, and
-    that one stays under ``cap * 2e-7``. Where the exponential overflows, the quotient is 0.
+    Near 0 the difference cancels, so the relative error is large there. A softmax depends on absolute errors alone, and
+    the absolute error stays under ``cap * 2e-7``. If the exponential overflows, the quotient is 0.
 
     Args:
         scores: float32, natural units.
@@ -159,7 +160,7 @@ def quick_softcap(scores, cap, twice_log2e_over_cap):
 
 @triton.jit
 def slope_of_head(slopes, at):
-    """The slope that ``alibi`` takes, of ``Alibi``."""
+    """The slope for ``alibi``, from ``Alibi``."""
     return tl.load(slopes.ptr + at.b * slopes.stride_b + at.h).to(tl.float32)
 
 
@@ -171,7 +172,7 @@ def alibi(scores, slope, at):
 
 @triton.jit
 def slope_of_part(parts, at):
-    """The ``PartSlope`` of ``Alibi``, origins (``core.masks.Origin``) and the number of sequences."""
+    """The ``PartSlope`` from ``Alibi``, origins (``core.masks.Origin``) and the number of sequences."""
     slopes, origins_ptr, num_sequences = parts
     exists, origin = at.b < num_sequences, origins_ptr + at.b * 6
     slope = tl.load(slopes.ptr + at.b * slopes.stride_b + at.h, mask=exists, other=0.0).to(tl.float32)
@@ -201,13 +202,13 @@ def select_tensor(x, tensor, at, fill):
 
 @triton.jit
 def chunk_start(p, chunk):
-    """The first key of the chunk of a position; 0 for those before the first key, which are in no chunk with keys."""
+    """The first key of a position's chunk; 0 for positions before the first key, which are in no chunk with keys."""
     return tl.maximum(p, 0) // chunk * chunk
 
 
 @triton.jit
 def chunk_stop(p, chunk):
-    """The end of the keys of the chunk of a position."""
+    """The end of the keys in a position's chunk."""
     return tl.where(p < 0, 0, chunk_start(p, chunk) + chunk)
 
 
@@ -246,7 +247,7 @@ def first_row(p, shift, band):
 
 @triton.jit
 def last_row(p, seqlen_q, shift, band):
-    """The last row that does, of those before seqlen_q."""
+    """The last row before seqlen_q that keeps the key ``p + shift``."""
     last = p * 0 + (seqlen_q - 1)
     if band.left is not None:
         last = tl.minimum(p + band.left, last)
@@ -260,8 +261,8 @@ def select_band(x, band, at, fill):
     """x, or fill where a row's band or the end of the keys excludes the key.
 
     The end of the keys and the band's right side fold into one number per row, so a score costs one comparison and one
-    select for each bounded side. Selects are chained instead of joining booleans: packing and unpacking those costs
-    more than a select.
+    select for each bounded side. Selects are chained instead of joining booleans, because packing and unpacking
+    booleans costs more than a select.
     """
     x = tl.where(at.j <= last_key(at.p, at.seqlen_k, band), x, fill)
     if band.left is not None:
@@ -271,7 +272,7 @@ def select_band(x, band, at, fill):
 
 @triton.jit
 def tensor_of_head(tensor, at):
-    """The ``HeadTensor`` of a ``ScoreTensor``."""
+    """The ``HeadTensor`` for a ``ScoreTensor``."""
     stride_b, stride_head = multiple(tensor.stride_b, tensor.UNIT), multiple(tensor.stride_head, tensor.UNIT)
     stride_row = multiple(tensor.stride_row, tensor.UNIT)
     first = sequence.base(tensor.ptr, at.b, 0, at.h, stride_b, 0, stride_head)
@@ -281,14 +282,14 @@ def tensor_of_head(tensor, at):
 
 @triton.jit
 def tree_of_head(tree, at):
-    """The ``TreeRows`` of a ``Tree``."""
+    """The ``TreeRows`` for a ``Tree``."""
     base, num_rows = tree.ptr + tl.cast(at.b, tl.int64) * tree.rows, tl.where(at.seqlen_q <= tree.rows, at.seqlen_q, 0)
     return TreeRows(base, num_rows, at.seqlen_k - at.seqlen_q, tree_words(base, num_rows, at.i))
 
 
 @triton.jit
 def tree_words(base, num_rows, i):
-    """The words of rows i, without bits past the tree's rows; of what is no row of it all bits."""
+    """The words of rows i, without bits past the tree's rows; all bits for rows that are not in the tree."""
     whole = (num_rows == 0) | (num_rows >= 64)
     bits = tl.where(whole, tl.cast(-1, tl.int64), (tl.cast(1, tl.int64) << tl.minimum(num_rows, 63)) - 1)
     return tl.load(base + i, mask=(i >= 0) & (i < num_rows), other=-1) & bits
@@ -296,9 +297,9 @@ def tree_words(base, num_rows, i):
 
 @triton.jit
 def tree_places(base, num_rows, shift, j):
-    """Where keys j stand: those of a tree by the depths of their rows, all others at their index.
+    """The positions of keys j: in a tree by the depths of their rows, otherwise their indices.
 
-    The depth is the number of a word's bits without the row's own.
+    A row's depth is the number of its word's bits, without the row's own bit.
     """
     n = tree_words(base, num_rows, j - shift)
     n -= (n >> 1) & 0x5555555555555555
@@ -318,7 +319,7 @@ def select_tree(x, tree, at, fill):
 
 @triton.jit
 def multiple(x, UNIT: tl.constexpr):
-    """A multiple of UNIT, as the compiler then sees."""
+    """A number that the compiler then treats as a multiple of UNIT."""
     return x // UNIT * UNIT
 
 
@@ -331,7 +332,7 @@ def load_tile(tensor, at, other):
 
 @triton.jit
 def head_of(mods, b, h, seqlen_q, seqlen_k, i=None):
-    """The ``Head`` of a sequence and a query head, and for a tree of rows i."""
+    """The ``Head`` for a sequence and a query head, and for a tree's rows i."""
     at = At(b, h, i, None, None, seqlen_q, seqlen_k, ())
     # Written out (``gpu.device``: tuples).
     scores, masks = 0, 0
@@ -364,13 +365,13 @@ def _of_head(mod, at):
 
 @triton.jit
 def pairs_of(head, p, j):
-    """The ``At`` of rows at positions p, and keys j, of a ``Head``."""
+    """The ``At`` for rows at positions p and keys j, in a ``Head``."""
     return At(head.b, head.h, p - head.shift, p, j, head.seqlen_q, head.seqlen_k, ())
 
 
 @triton.jit
 def block_of(head, first_row, first_key, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """``pairs_of`` a block, which says how its places in a table of distances differ."""
+    """``pairs_of`` for a block, with the differences between its places in a table of distances."""
     down, across = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
     i, j = first_row + down, first_key + across
     apart = (i - j, first_row - first_key, down, -across)
@@ -379,11 +380,11 @@ def block_of(head, first_row, first_key, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def read(mods, head, at, PARTIAL: tl.constexpr):
-    """What the user's score mod and mask mod read of a block.
+    """Loads for a block by the user's score mod and mask mod.
 
-    To be called before the product: of loads after it ptxas makes each WGMMA wait for the one before.
+    It must be called before the product: because of loads after it, ptxas makes each WGMMA wait for the one before.
 
-    PARTIAL: as for ``select``, a constant.
+    PARTIAL: as in ``select``, a constant.
     """
     of_score, of_mask = 0, 0
     MASK: tl.constexpr = place_of(mods.MASKS, "mask_mod")
@@ -406,15 +407,15 @@ def _read(mod, head, at, given=None):
 
 @triton.jit
 def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr, given=None):
-    """Everything that happens to a block of ``q @ k^T`` before masks.
+    """Applies the scale and all transforms to a block of ``q @ k^T``, before masks.
 
     Args:
         product: The block, rows along either dimension.
         mods: ``Mods``.
         head: The block's ``Head``.
-        at: Its ``At``.
+        at: The block's ``At``.
         WITH_SLOPE: Whether to compute the slope.
-        given: What ``read`` has read; None for nothing yet.
+        given: The results of ``read``; None if nothing was read yet.
 
     Returns:
         scores; scale_log2, the factor that turns them into base-2 exponents; and d scores / d (scale * product), of the
@@ -448,7 +449,7 @@ def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr, given=None):
 
 @triton.jit
 def partial_of_load(product, mods, head, at, partial):
-    """The derivative of the user's score mod, the first transform, by one of its loads; see ``dbias.Partial``."""
+    """The derivative of the user's score mod, the first transform, with respect to one load; see ``dbias.Partial``."""
     rows, fetched = _read(mods.scores[0], head.scores[0], at)
     found = partial.functions(product * mods.scale, fetched, mods.scores[0].operands, head.scores[0], rows, at)
     return found[partial.NUM]
@@ -456,9 +457,9 @@ def partial_of_load(product, mods, head, at, partial):
 
 @triton.jit
 def place_of_load(mods, head, at, places):
-    """Where that load reads, as an offset into its contiguous gradient; see ``scatter.Places``."""
+    """The place that the load reads, as an offset into the contiguous gradient; see ``scatter.Places``."""
     rows, fetched = _read(mods.scores[0], head.scores[0], at)
-    # What the places are computed from is read through the call's own operands.
+    # Operands that the places are computed from are read through the call's own operands.
     found = places.of_loads(fetched, mods.scores[0].operands, places.operands, head.scores[0], rows, at)
     return found[places.NUM]
 
@@ -467,8 +468,8 @@ def place_of_load(mods, head, at, places):
 def select(x, mods, head, at, fill, edge, partial=True, given=None):
     """x, or fill where a mask excludes the pair.
 
-    The band's and intervals' only if ``edge``, a constant or not; the user's function likewise only if ``partial``;
-    ``given`` as of ``apply``.
+    The band and intervals are applied only if ``edge``, a constant or not, and the user's function only if ``partial``,
+    likewise. ``given`` is as in ``apply``.
     """
     if edge:
         x = select_band(x, mods.band, at, fill)
@@ -490,7 +491,7 @@ def select(x, mods, head, at, fill, edge, partial=True, given=None):
 
 @triton.jit
 def by_function(x, mod, head, at, fill, given=None):
-    """x, or fill where a printed mask mod excludes the pair; head: its operands of ``Head``."""
+    """x, or fill where a printed mask mod excludes the pair. head: its operands in ``Head``."""
     rows, fetched = _read(mod, head, at, given)
     return mod.function(x, fetched, mod.operands, head, rows, at, fill)
 
@@ -499,8 +500,8 @@ def by_function(x, mod, head, at, fill, given=None):
 def score_gradient(probs, dprobs, delta, slope, mods, edge):
     """The gradient of a block of scores, before the transforms.
 
-    With masks, or a function of the user's, 0 wherever the probability is 0: a masked pair's slope may be infinite.
-    edge as for ``select``.
+    With masks, or a user's function, it is 0 wherever the probability is 0, because a masked pair's slope may be
+    infinite. edge is as in ``select``.
     """
     dscores = probs * (dprobs - delta) * slope
     if count(mods.MASKS) > 0 or place_of(mods.SCORES, "score_mod") >= 0 or edge:

@@ -1,4 +1,4 @@
-"""A kernel's arguments as trees of records; ``gpu.launch`` says what a field's name means to the compiler.
+"""A kernel's arguments as trees of records. ``gpu.launch`` says what a field's name means to the compiler.
 
 ``gpu.device`` has the rules for records: assigned records, last constant, flags.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# Plain numbers, of which device code makes constants of its own.
+# Plain numbers. Device code makes its own constants from them.
 LOG2_E = 1.4426950408889634
-# The size of an lse from which on ``softmax.is_lost``.
+# The least size of an lse for which ``softmax.is_lost`` is true.
 MOST_LSE = 4096.0
 # Rows in the two extra dimensions of a packed tensor's descriptor: see ``sequence``.
 PACKED_ROWS = 2**30
-# Distances in a ``DistanceTable`` on either side of those of the longest sequences: more than a block of pairs has.
+# Distances in a ``DistanceTable`` beyond the longest sequences' on either side: more than a block of pairs has.
 SLACK = 512
 
 
@@ -21,14 +21,14 @@ class Rows(NamedTuple):
     """A tensor (batch, rows, heads, dim), dim contiguous, or packed (rows, heads, dim); strides in elements.
 
     Attributes:
-        ptr: Its first element.
-        desc: A tensor descriptor of it, in the portable kernels one for each part of a tile; or None.
-        stride_b: From one sequence to the next, unused if packed.
-        stride_row: From row to row.
-        stride_head: From head to head.
+        ptr: Address of the first element.
+        desc: Its tensor descriptor (in portable kernels one for each part of a tile), or None.
+        stride_b: Stride from one sequence to the next, unused if packed.
+        stride_row: Stride from row to row.
+        stride_head: Stride from head to head.
         DIM: Columns.
-        BLOCK_DIM: Columns of a tile, those past DIM being 0.
-        UNIT: Divisor of the strides, which the compiler sees by itself only if it is 16.
+        BLOCK_DIM: Columns of a tile; columns past DIM are 0.
+        UNIT: Divisor of the strides; the compiler detects it by itself only if it is 16.
         PACKED: Whether sequences follow one another in a single entry.
     """
 
@@ -47,8 +47,8 @@ class Sequences(NamedTuple):
     """The sequences of the queries or of the keys.
 
     Attributes:
-        cu_seqlens: (count + 1,) int32 where they are packed, else None.
-        count: How many there are.
+        cu_seqlens: (count + 1,) int32 if they are packed, else None.
+        count: Number of sequences.
         length: Rows of the packed tensor, or of each sequence.
     """
 
@@ -58,21 +58,21 @@ class Sequences(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Query heads, and how many of them each key head has."""
+    """The number of query heads, and the number of query heads for each key head."""
 
     num_q: Any
     group_size: Any
 
 
 class Call(NamedTuple):
-    """What all kernels of a call read.
+    """The inputs of all kernels of a call.
 
     Attributes:
         q: ``Rows``, like k and v.
         k: Keys.
         v: Values.
         queries: ``Sequences`` of q.
-        keys: Those of k and v.
+        keys: ``Sequences`` of k and v.
         heads: ``Heads``.
         mods: ``Mods``.
     """
@@ -87,7 +87,7 @@ class Call(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where a forward stores its results, and what it merges into them.
+    """The tensors for a forward's results, and the partial result that it merges into them.
 
     Attributes:
         out: Contiguous (batch, rows, num_heads_q, head_dim_v), of any float dtype.
@@ -103,7 +103,7 @@ class Output(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """float32 scales by sequence, head and block of rows, with their steps, 0 where one serves several."""
+    """float32 scales by sequence, head and block of rows, with their strides; a stride is 0 if scales are shared."""
 
     ptr: Any
     batch_step: Any
@@ -112,14 +112,14 @@ class Scale(NamedTuple):
 
 
 class Mod(NamedTuple):
-    """A transform or a mask, see the module; holds constants, so it is only passed as an argument, never assigned.
+    """A transform or a mask, see ``mods``; holds constants, so it is only passed as an argument, never assigned.
 
     Attributes:
-        function: Applies it.
-        linear: The same with its slope; None where that is 1, and of masks.
-        of_head: None where all heads have the same operands.
-        operands: The argument of of_head; without of_head, that of the others.
-        of_rows: Of a printed mod alone, whose functions are those of ``flashtile.mods.printed``.
+        function: Applies the transform or the mask.
+        linear: Applies a transform and returns its slope; None if the slope is 1, and for masks.
+        of_head: Makes a head's operands; None if all heads have the same operands.
+        operands: The argument of of_head; without of_head, of the other functions.
+        of_rows: For printed mods alone, with functions as in ``flashtile.mods.printed``.
         fetch: Likewise.
     """
 
@@ -132,7 +132,7 @@ class Mod(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A tensor that a printed mod reads: its address, its lengths, and how far apart its elements are by dimension."""
+    """A tensor that a printed mod reads: its address, its lengths, and its strides by dimension."""
 
     ptr: Any
     sizes: Any
@@ -140,12 +140,12 @@ class Operand(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a printed mod reads; None for none.
+    """The operands of a printed mod; None for none.
 
     Attributes:
         tensors: A tuple of ``Operand``.
         numbers: A tuple of numbers.
-        table: ``DistanceTable`` of what it computes by distance.
+        table: ``DistanceTable`` of values that depend on the distance.
     """
 
     tensors: Any
@@ -154,7 +154,7 @@ class Operands(NamedTuple):
 
 
 class Mods(NamedTuple):
-    """How a call's products become probabilities, the same for all heads; only passed as an argument, never assigned.
+    """The steps from a call's products to probabilities, the same for all heads; only passed as an argument.
 
     Attributes:
         scale: softmax_scale.
@@ -167,7 +167,7 @@ class Mods(NamedTuple):
         MASKS: Names of the masks.
         SCALE_FIRST: Whether scores are scaled before the softmax takes their maximum. Needed with any transform, and
             with a scale that is not positive; otherwise the scale is folded into the exponential's argument.
-        INPUT_PRECISION: That of the matrix products.
+        INPUT_PRECISION: The precision of matrix products.
         LARGE: ``Problem.large_scores``: see ``softmax``.
     """
 
@@ -185,17 +185,17 @@ class Mods(NamedTuple):
 
 
 class Band(NamedTuple):
-    """How many keys before and after its own position a row keeps; None for all.
+    """The number of keys before and after its own position that a row keeps; None for all.
 
-    With a chunk, which is not None, of so many keys, it keeps none outside of its own. Both sides are then bounded.
+    With a chunk, a row keeps no key outside of its own chunk. Both sides are then bounded.
 
     Attributes:
-        left: Before.
-        right: After.
-        chunk: Keys of a chunk.
-        row_keys: ``Interval`` of rows: the keys that each keeps; None without.
-        key_rows: That of keys: the rows that keep each.
-        bounds: ``Bounds`` of the kernel's tiles; None without either.
+        left: Keys before.
+        right: Keys after.
+        chunk: Keys of a chunk; None for no chunks.
+        row_keys: ``Interval`` for rows: the keys that each row keeps; None without.
+        key_rows: ``Interval`` for keys: the rows that keep each key; None without.
+        bounds: ``Bounds`` for the kernel's tiles; None without intervals.
         lists: ``Lists`` of the blocks that are kept; None for all.
     """
 
@@ -218,7 +218,7 @@ class Alibi(NamedTuple):
 class ScoreTensor(NamedTuple):
     """A bias or mask over (batch, heads, rows, keys), with stride 0 where it broadcasts; ptr is None without one.
 
-    The number of keys and the strides but for stride_col are multiples of UNIT, so that a load takes UNIT keys at once.
+    The number of keys and all strides except stride_col are multiples of UNIT, so that a load reads UNIT keys at once.
     It holds constants, so it is only passed as an argument, never assigned.
     """
 
@@ -231,7 +231,7 @@ class ScoreTensor(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """Draft trees: words (batch, rows) int64; sequences of more rows have none."""
+    """Draft trees: words (batch, rows) int64. Sequences of more rows have no tree."""
 
     ptr: Any
     rows: Any
@@ -244,8 +244,8 @@ class Dropout(NamedTuple):
         rng_state_ptr: (2,) int64: seed, offset; None without dropout.
         threshold: ``threshold_bits`` of the probability.
         keep_scale: Factor of the probabilities that are kept.
-        origins_ptr: (num_sequences, 6) int32, ``Origin`` of each sequence, None where none is part of another.
-        PTX: Whether the target takes inline PTX.
+        origins_ptr: (num_sequences, 6) int32, ``Origin`` of each sequence; None if none is part of another.
+        PTX: Whether the target accepts inline PTX.
     """
 
     rng_state_ptr: Any
@@ -259,11 +259,11 @@ class Interval(NamedTuple):
     """Intervals of rows or of keys, int32 (batch, heads, count, 2): the first element of the other side, and the end.
 
     Attributes:
-        ptr: Of the first pair.
-        batch_step: From one sequence to the next, 0 if they share them; all steps are in numbers.
+        ptr: Address of the first pair.
+        batch_step: Step from one sequence to the next, 0 if they share intervals; all steps count numbers.
         head_step: The same of query heads.
-        step: From one element to the next: 2, or 0 if all have the same.
-        count: Elements.
+        step: Step from one element to the next: 2, or 0 if all have the same interval.
+        count: Number of elements.
     """
 
     ptr: Any
@@ -274,16 +274,16 @@ class Interval(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Of each tile what ``interval_bounds`` found, int32 (batch, heads, count, 4).
+    """The results of ``interval_bounds`` for each tile, int32 (batch, heads, count, 4).
 
-    The first element of the other side that some element of the tile keeps, and the end of those; and the same of those
-    that all of them keep.
+    The first element of the other side that some element of the tile keeps, and the end of such elements; the same for
+    elements that all of the tile's elements keep.
 
     Attributes:
-        ptr: Of the first tile's.
+        ptr: Address of the first tile's numbers.
         batch_step: As in ``Interval``.
-        head_step: As there.
-        count: Tiles.
+        head_step: As in ``Interval``.
+        count: Number of tiles.
     """
 
     ptr: Any
@@ -293,16 +293,16 @@ class Bounds(NamedTuple):
 
 
 class BoundsTable(NamedTuple):
-    """What ``interval_bounds`` writes.
+    """The output of ``interval_bounds``.
 
     Attributes:
         ptr: As in ``Bounds``.
-        heads: Heads that differ.
+        heads: Heads with bounds of their own.
         tiles: As ``Bounds.count``.
         length: Elements of the tiles' side.
         other_length: Elements of the other side.
         BLOCK: Elements of a tile.
-        SCAN: Elements of the other side that are looked at at once.
+        SCAN: Elements of the other side that are read at once.
     """
 
     ptr: Any
@@ -320,13 +320,13 @@ class Lists(NamedTuple):
     Attributes:
         bounds: int32 (batch, heads, count, 3): where a list begins, where its full blocks begin, and where it ends.
         items: int32, the blocks of the other side.
-        batch_step: From one sequence to the next, 0 if they share them; in numbers.
+        batch_step: Step from one sequence to the next, 0 if they share lists; counts numbers.
         head_step: The same of query heads.
-        count: Blocks of this side.
-        BLOCK: Elements of one, of this side.
-        OTHER: Those of one of the other side.
-        BITS: Whether they have bits that decide about partial blocks, see ``block_mask.with_bits``.
-        EDGES: Whether more than the end of a sequence, the same for all, may cut a full block.
+        count: Number of blocks of this side.
+        BLOCK: Elements of a block of this side.
+        OTHER: Elements of a block of the other side.
+        BITS: Whether bits decide about partial blocks, see ``block_mask.with_bits``.
+        EDGES: Whether anything besides the end of a sequence, which is the same for all, may cut a full block.
     """
 
     bounds: Any
@@ -341,14 +341,14 @@ class Lists(NamedTuple):
 
 
 class DistanceTable(NamedTuple):
-    """Values of ``places.tabulated``: contiguous (values, batch, heads, size) float32.
+    """The values of ``places.tabulated``: contiguous (values, batch, heads, size) float32.
 
     Attributes:
-        ptr: The first.
-        batch: Sequences, 1 where all have the same.
-        heads: Query heads.
-        size: Distances, from ``-before`` on.
-        before: Where the distance 0 is.
+        ptr: Address of the first number.
+        batch: Number of sequences, 1 if all have the same values.
+        heads: Number of query heads.
+        size: Number of distances, from ``-before`` on.
+        before: The place of distance 0.
     """
 
     ptr: Any

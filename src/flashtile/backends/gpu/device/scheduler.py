@@ -1,4 +1,4 @@
-"""Which tile a program works on. The longest tiles start first, so that the last to finish are short."""
+"""Chooses the tile that a program works on. The longest tiles start first, so that the last tiles to end are short."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TAIL_ROUNDS = tl.constexpr(2)
 
 @triton.jit
 def longest_first(block, num_blocks, HAS_RIGHT: tl.constexpr):
-    """Query blocks in order of decreasing work: under a right bound the last rows see the most keys."""
+    """Query blocks in the order of decreasing work: under a right bound the last rows see the most keys."""
     if HAS_RIGHT:
         block = num_blocks - 1 - block
     return block
@@ -18,10 +18,10 @@ def longest_first(block, num_blocks, HAS_RIGHT: tl.constexpr):
 
 @triton.jit
 def grouped_tile(pid, num_blocks, num_heads, heads_at_once):
-    """The block and the head of a program: groups of heads in order, in a group the first blocks of all heads first.
+    """The block and the head of a program. Groups of heads come in order, and in a group the first blocks of all heads.
 
-    Blocks of about the same cost then run at the same time, the last ones to start are short if the longest come first,
-    and the heads of a group share the cache.
+    Blocks of similar cost then run at the same time. If the longest blocks come first, the last ones to start are
+    short. The heads of a group share the cache.
 
     Args:
         pid: 0 <= pid < num_blocks * num_heads.
@@ -43,18 +43,18 @@ def grouped_tile(pid, num_blocks, num_heads, heads_at_once):
 def packed_tile(cu_seqlens_ptr, num_sequences, tile, BLOCK: tl.constexpr, rows_per_token=1, SPARE: tl.constexpr = 0):
     """The sequence and the block of a tile of packed sequences, in O(log num_sequences) reads, without prefix sums.
 
-    Sequence b owns the tiles from ``first_packed_tile`` of b to that of b + 1: always enough for its blocks,
-    because a sequence that straddles a multiple of BLOCK needs at most one block more than the multiples it crosses.
-    Spare tiles get a block past the sequence's end. A launch needs one tile more than come before the end of the rows
-    past every sequence, which belong to ``b == num_sequences``.
+    Sequence b owns the tiles from its ``first_packed_tile`` up to the one of sequence b + 1. These are always enough
+    for its blocks, because a sequence that straddles a multiple of BLOCK needs at most one block more than the
+    multiples it crosses. Spare tiles get a block past the sequence's end. The rows past every sequence belong to ``b ==
+    num_sequences``; a launch needs one tile more than the tiles up to the end of these rows.
 
     Args:
         cu_seqlens_ptr: (num_sequences + 1,) int32.
-        num_sequences: How many there are.
+        num_sequences: Number of sequences.
         tile: The tile.
         BLOCK: Rows of a tile.
-        rows_per_token: Rows of a position: more than one where the heads of a group share tiles.
-        SPARE: Positions by which a length is rounded up at most, where tiles are made of whole strips of positions.
+        rows_per_token: Rows of a position: more than one if the heads of a group share tiles.
+        SPARE: The most positions by which a length is rounded up, if tiles consist of whole strips of positions.
 
     Returns:
         (b, block).
@@ -73,7 +73,7 @@ def packed_tile(cu_seqlens_ptr, num_sequences, tile, BLOCK: tl.constexpr, rows_p
 
 @triton.jit
 def packed_tiles(cu_seqlens_ptr, num_sequences, tiles, BLOCK: tl.constexpr):
-    """``packed_tile`` of a tensor of tiles, whose searches take the same number of steps."""
+    """``packed_tile`` for a tensor of tiles; all of their searches take the same number of steps."""
     low, left = tiles * 0, num_sequences
     high = low + num_sequences
     while left > 0:
@@ -90,7 +90,7 @@ def first_packed_tile(start, b, BLOCK: tl.constexpr, rows_per_token, SPARE: tl.c
     return (start + b * SPARE) * rows_per_token // BLOCK + b
 
 
-# Up to so many blocks a head is short: its keys and values take about as long to load as to multiply.
+# A head with at most this many blocks is short: its keys and values take about as long to load as to multiply.
 _SHORT_HEAD = tl.constexpr(4)
 
 
@@ -98,20 +98,20 @@ _SHORT_HEAD = tl.constexpr(4)
 def longest_first_by_spans(place, num_blocks, num_heads, most, num_programs):
     """The tile at an index of the tile order, for programs that take indices from a counter.
 
-    Spans of heads follow one another, in each the most expensive blocks first. If a span were as many heads as the
-    cache holds, all programs would first load new keys and values and later none, and wait for memory, then for
-    products. So a span has a tile for each program, or two of short heads. The last span has up to four, or two, so
-    that what starts last is short.
+    Spans of heads follow one another; in each span the most expensive blocks come first. If a span had as many heads as
+    the cache holds, all programs would first load new keys and values and later load none: they would wait for memory
+    first, and then for products. So a span has one tile for each program, or two for short heads. The last span has up
+    to four tiles for each program, or two for short heads, so that the tiles that start last are short.
 
     Args:
         place: The index, >= 0.
         num_blocks: Blocks per head, >= 1.
         num_heads: Heads of all sequences together, >= 1.
-        most: Heads of which the cache holds keys and values, >= 1: a span has no more.
+        most: The number of heads with keys and values that fit the cache, >= 1: a span has no more heads.
         num_programs: Programs that share the work.
 
     Returns:
-        (block, head), meaningless for an index past the last tile.
+        (block, head); meaningless for an index past the last tile.
     """
     is_short = num_blocks <= _SHORT_HEAD
     span = tl.maximum(tl.minimum(tl.where(is_short, 2, 1) * num_programs // num_blocks, most), 1)
@@ -128,9 +128,9 @@ def longest_first_by_spans(place, num_blocks, num_heads, most, num_programs):
 def paired(step, program, num_programs, num_blocks, num_heads):
     """The tile that a program processes at a step, in closed form: no table, no counter, no atomics.
 
-    Block m of M costs about m, so blocks m and M - 1 - m together cost the same for every m: most of the work is
-    assigned in such pairs, head by head, which keeps the keys and values of few heads in the L2 cache. The last rounds
-    are assigned one block at a time instead, longest first, with the order of the programs reversed every round, so
+    Block m of M costs about m, so blocks m and M - 1 - m together have the same cost for every m. Most of the work is
+    assigned in such pairs, head by head, which keeps the keys and values of few heads in the L2 cache. In the last
+    rounds single blocks are assigned instead, longest first, and every round reverses the order of the programs, so
     that the programs end at about the same time.
 
     Args:
@@ -141,11 +141,12 @@ def paired(step, program, num_programs, num_blocks, num_heads):
         num_heads: Heads of all sequences together.
 
     Returns:
-        (block, head, is_tile, is_end): is_tile is False for a step that has nothing to do, is_end is True for every
-        step after the last one.
+        (block, head, is_tile, is_end): is_tile is False for a step without work; is_end is True for every step after
+        the last one.
     """
-    # With an odd number of blocks two heads are assigned together, so that the middle blocks have partners too. Powers
-    # of two are shifts: a division takes some 200 cycles, and a program waits for its first tile.
+    # With an odd number of blocks two heads are assigned together, so that the middle blocks have partners too.
+    # Division by powers of two is a shift: other divisions take some 200 cycles, and a program waits for its first
+    # tile.
     odd = num_blocks & 1
     length = num_blocks << odd
     pairs = length >> 1

@@ -1,7 +1,7 @@
-"""Where a sequence's rows begin, how many it has, and 64-bit addressing, for dense and packed tensors.
+"""A sequence's first row, its number of rows, and 64-bit addressing, for dense and packed tensors.
 
-A dense tensor starts every sequence at row 0 of its batch entry. A packed one has a single entry, in which sequence b
-starts at row ``cu_seqlens[b]``; its batch stride is never used.
+In a dense tensor every sequence starts at row 0 of its batch entry. A packed tensor has a single entry, in which
+sequence b starts at row ``cu_seqlens[b]``; its batch stride is never used.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton.language as tl
 
 from flashtile.backends.gpu.device import records
 
-# TMA bounds every dimension of a tensor, but knows nothing of the sequences packed into one. A descriptor of a packed
-# tensor has two dimensions more, whose strides cancel modulo 2**64, so that the row coordinate runs into its bound,
-# PACKED_ROWS, exactly where the sequence ends: loads are filled with zeros there and stores are dropped.
+# TMA bounds every dimension of a tensor, but not the sequences packed into one. A descriptor of a packed tensor has two
+# further dimensions with strides that cancel modulo 2**64, so that the row coordinate reaches its bound, PACKED_ROWS,
+# exactly where the sequence ends: loads past it give zeros, and stores are dropped.
 PACKED_ROWS = tl.constexpr(records.PACKED_ROWS)
 
 
 class Sequence(NamedTuple):
-    """One sequence: its entry of the batch (0 if packed), its first row there, and how many rows it has."""
+    """One sequence: its entry of the batch (0 if packed), its first row in the entry, and its number of rows."""
 
     batch_index: Any
     start: Any
@@ -28,7 +28,7 @@ class Sequence(NamedTuple):
 
 
 class HeadRows(NamedTuple):
-    """The rows of one head of one ``Sequence`` of ``records.Rows``; only passed on, never assigned."""
+    """The rows of one head of one ``Sequence`` in ``records.Rows``; only passed on, never assigned."""
 
     rows: Any
     head: Any
@@ -42,7 +42,7 @@ def sequence(cu_seqlens_ptr, b, num_sequences, total, VARLEN: tl.constexpr):
     Args:
         cu_seqlens_ptr: (num_sequences + 1,) int32, read only if VARLEN.
         b: The sequence; ``num_sequences`` stands for the rows past the last sequence of a packed tensor.
-        num_sequences: How many there are.
+        num_sequences: Number of sequences.
         total: Rows of a packed tensor, or the common length of dense sequences.
         VARLEN: Whether sequences are packed.
 
@@ -80,7 +80,7 @@ def addresses(of, first, row, col):
     """Addresses of elements of ``HeadRows``.
 
     Args:
-        of: The rows.
+        of: The ``HeadRows``.
         first: Added to every row.
         row: Rows of the sequence, counted from ``first``.
         col: Columns, broadcastable against row.

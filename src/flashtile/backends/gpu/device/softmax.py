@@ -3,9 +3,9 @@
 Mathematics: docs/algorithm.md, "The (max, sum, out) monoid". The state of an empty row is (-inf, 0). Source: Milakov
 and Gimelshein 2018, arXiv:1805.02867, algorithm 3; Dao et al. 2022, arXiv:2205.14135, algorithm 1.
 
-With LARGE, of calls with ``Problem.large_scores``, the maximum is kept in natural units and subtracted before anything
-is multiplied: a score times LOG2_E might overflow, and beside 1e9 the log of a sum is lost. So lse is then a pair, as
-``flashtile.core.states.in_parts`` has it: rounded, and what that lost.
+With LARGE, for calls with ``Problem.large_scores``, the maximum is kept in natural units and subtracted before
+anything is multiplied: a score times LOG2_E might overflow, and next to 1e9 the log of a sum is lost. So lse is then a
+pair, as in ``flashtile.core.states.in_parts``: the rounded number, and its rounding error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashtile.backends.gpu.device import records
 
 LOG2_E = tl.constexpr(records.LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
-# From this size on float32 holds too little of an lse, in base 2 and beside the log of a sum: see ``is_lost``.
+# From this size on, float32 holds too few digits of an lse in base 2 for the log of a sum: see ``is_lost``.
 MOST = tl.constexpr(records.MOST_LSE)
 
 
@@ -32,7 +32,7 @@ def update(row_max, row_sum, scores, scale_log2, MAY_BE_EMPTY: tl.constexpr, LAR
     """Adds a block of scores to the running state.
 
     Args:
-        row_max: [BLOCK_M] float32: maximum of ``scores * scale_log2`` so far; with LARGE of the scores themselves.
+        row_max: [BLOCK_M] float32: maximum of ``scores * scale_log2`` so far; with LARGE maximum of the scores.
         row_sum: [BLOCK_M] float32.
         scores: [BLOCK_M, BLOCK_N] float32, -inf where masked.
         scale_log2: Factor that turns scores into base-2 exponents, > 0. Applied after the maximum, so each score costs
@@ -128,7 +128,7 @@ def in_parts(top, log_sum, empty):
 
 @triton.jit
 def merge(out, lse, more_out, more_lse):
-    """Joins the states of two disjoint sets of keys, as ``flashtile.core.states.merge``; (0, -inf) is the empty state.
+    """Merges the states of two disjoint sets of keys, as ``flashtile.core.states.merge``; (0, -inf) is the empty state.
 
     Args:
         out: [BLOCK_M, BLOCK_DV] float32, normalised.
@@ -137,7 +137,7 @@ def merge(out, lse, more_out, more_lse):
         more_lse: Like lse.
 
     Returns:
-        out and lse of both sets together. An empty state's out is ignored, whatever it contains, and the other state's
+        out and lse for both sets together. An empty state's out is ignored, whatever it contains, and the other state's
         bits are kept.
     """
     finite_max = made_finite(tl.maximum(lse, more_lse))
@@ -150,10 +150,10 @@ def merge(out, lse, more_out, more_lse):
 
 @triton.jit
 def merge_in_parts(out, lse, more_out, more_lse):
-    """``merge`` of two states with LARGE, lse and more_lse being pairs."""
+    """``merge`` for two states with LARGE; lse and more_lse are pairs."""
     finite_max = made_finite(tl.maximum(lse[0], more_lse[0]))
     own, other = lse[0] - finite_max + lse[1], more_lse[0] - finite_max + more_lse[1]
-    # The larger state's weight is exactly 1, so that its bits are kept where the other one is empty.
+    # The larger state's weight is exactly 1, so that its bits are kept if the other state is empty.
     top = made_finite(tl.maximum(own, other))
     weight, more_weight = tl.exp2((own - top) * LOG2_E), tl.exp2((other - top) * LOG2_E)
     total = weight + more_weight
@@ -166,16 +166,16 @@ def merge_in_parts(out, lse, more_out, more_lse):
 
 @triton.jit
 def is_lost(lse):
-    """Whether float32 may not hold lse, or a kernel that multiplies scores with LOG2_E first may have overflowed.
+    """Whether float32 may not hold lse, or multiplying scores with LOG2_E before the softmax may have overflowed.
 
-    So are rows without keys, and NaN.
+    It is also true for rows without keys, and for NaN.
     """
     return (tl.abs(lse) < MOST) == 0
 
 
 @triton.jit
 def load_lse(ptr, at, exists, LARGE: tl.constexpr):
-    """Lse of rows, (-inf, 0) or -inf where none exists; at: their places, in rows."""
+    """Lse of rows; (-inf, 0) or -inf for rows that do not exist. ``at`` is the rows' indices."""
     if LARGE:
         lse = (
             tl.load(ptr + 2 * at, mask=exists, other=float("-inf")),
@@ -188,7 +188,7 @@ def load_lse(ptr, at, exists, LARGE: tl.constexpr):
 
 @triton.jit
 def store_lse(ptr, at, lse, exists, LARGE: tl.constexpr):
-    """Stores lse of rows; arguments as of ``load_lse``."""
+    """Stores lse of rows; arguments as in ``load_lse``."""
     if LARGE:
         tl.store(ptr + 2 * at, lse[0], mask=exists)
         tl.store(ptr + 2 * at + 1, lse[1], mask=exists)
@@ -198,7 +198,7 @@ def store_lse(ptr, at, lse, exists, LARGE: tl.constexpr):
 
 @triton.jit
 def lse_log2_of(lse):
-    """Lse in base 2, which the backward subtracts from base-2 scores to get normalised probabilities.
+    """Lse in base 2. The backward subtracts it from base-2 scores to get normalised probabilities.
 
     An empty row (lse -inf) gets +inf, so each of its probabilities is exp2(-inf) = 0 without a mask.
     """

@@ -1,9 +1,9 @@
-"""What the roles of the Hopper backward hand each other; and a row block's dq: its products, added up in the workspace.
+"""The channels of the Hopper backward's roles, and a row block's dq: its products, summed in the workspace.
 
-The two warpgroups that have the keys compute dq, 64 of 128 rows each or half the columns of 64 rows, or a third one.
+The two warpgroups with the keys compute dq, 64 of 128 rows each or half the columns of 64 rows; or a third one does.
 """
 
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
@@ -30,22 +30,22 @@ from flashtile.backends.hopper.device.parts import (
 )
 from flashtile.backends.hopper.device.ring import Records, Ring, make_records, make_ring, make_ring_beside
 
-# Keys of a part of a tile: rows of a warpgroup's products.
+# The number of keys in a part of a tile, which are rows of a warpgroup's products.
 PART_KEYS = gl.constexpr(64)
-# Columns of the widest part of a tile: a product with more takes more registers than a thread starts with.
+# The columns of the widest part of a tile: a wider product takes more registers than a thread starts with.
 WIDEST = gl.constexpr(128)
 
 
 @aggregate
 class DqOutput:
-    """Where one warpgroup adds to dq.
+    """The place where one warpgroup adds to dq.
 
     Attributes:
-        ptr: dq of the workspace.
-        desc: Its descriptor, or None: added from registers.
-        buffer: What TMA adds from, or None.
-        dq_order: A use for each step, published when the tile may add to the row block; None: in any order.
-        added: Published by each warpgroup that has added. Releasing it releases ``dq_order``.
+        ptr: Address of dq in the workspace.
+        desc: The descriptor of dq; None if dq is added from registers.
+        buffer: The buffer that TMA adds from, or None.
+        dq_order: A ring with a use for each step, published when the tile may add to the row block; None for any order.
+        added: A ring that each warpgroup publishes after it has added. Releasing it releases ``dq_order``.
     """
 
     ptr: gl.tensor
@@ -57,24 +57,24 @@ class DqOutput:
 
 @aggregate
 class Channels:
-    """Tile records, and rings: of queries, dout, keys and values one for each part of their columns.
+    """Tile records, and rings for queries, dout, keys and values, one for each part of their columns.
 
-    Queries, rows and dout share their ``empty`` barriers: claimed and released together.
+    Queries, rows and dout share their ``empty`` barriers: they are claimed and released together.
 
     Attributes:
         tiles: One record per tile.
-        queries: Of a row block.
+        queries: Queries of a row block.
         rows: [stages, 2, block_m] float32 of a row block, see ``rows``.
-        dout: Of a row block.
-        keys: Of a tile, in parts of 64 keys.
-        values: The same; None for dv alone.
-        dscores: Their gradients, handed to the warpgroups that compute dq, a part for 64 keys; None without dq.
-        probs: What the first warpgroup hands over where each owns one gradient (``by_gradient``), else None.
-        out: Through what dk and dv leave, for each warpgroup buffers of 128 columns; None where they own one.
-        dq: Where this warpgroup adds to dq; None for those that do not.
+        dout: dout of a row block.
+        keys: Keys of a tile, in parts of 64 keys.
+        values: Values of a tile, likewise; None for dv alone.
+        dscores: Gradients of scores, for the warpgroups that compute dq, a part for 64 keys; None without dq.
+        probs: The first warpgroup's probabilities if each owns one gradient (``by_gradient``), else None.
+        out: Buffers from which dk and dv are stored, of 128 columns for each warpgroup; None if each owns one gradient.
+        dq: The ``DqOutput`` of this warpgroup; None for warpgroups that do not add to dq.
 
-    ``by_gradient``, dk leaves through the buffers of dscores and dv through those of probs; if nothing is
-    handed over, these are rings without barriers.
+    ``by_gradient``, dk is stored from the buffers of dscores and dv from the buffers of probs; if nothing is passed on,
+    these are rings without barriers.
     """
 
     tiles: Records
@@ -91,7 +91,7 @@ class Channels:
 
 @gluon.jit
 def make_channels(grid):
-    """The channels of a ``KeyGrid``, without dq's."""
+    """The channels for a ``KeyGrid``, without dq's."""
     dtype: gl.constexpr = grid.call.q.desc.dtype
     ROWS: gl.constexpr = grid.tiles.BLOCK_M
     COLS: gl.constexpr = grid.call.q.BLOCK_DIM
@@ -102,7 +102,7 @@ def make_channels(grid):
     by_gradient: gl.constexpr = PARTS == 1
     # With dv alone, the second of two warpgroups that share keys does nothing. A third warpgroup for dq reads the keys.
     consumers: gl.constexpr = 2 if grid.gradients.HAS_DSCORES or not by_gradient else 1
-    # Two warps more read the tile records where dq has an order.
+    # Two more warps read the tile records if dq has an order.
     in_order: gl.constexpr = 2 if grid.work.dq_order is not None else 0
     third: gl.constexpr = 1 if grid.gradients.HAS_DQ and grid.tiles.DQ_WARPGROUPS == 1 else 0
     dout_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, width_of(COLS_V, -1, WIDEST)], dtype)
@@ -113,7 +113,7 @@ def make_channels(grid):
     dout = make_ring_beside(queries[0], dtype, [ROWS, width_of(COLS_V, 0, WIDEST)], dout_layout)
     dout = with_parts(dout, dout_layout, COLS_V, WIDEST)
     keys = make_rings(dtype, PART_KEYS, COLS, grid.tiles.K_STAGES, PARTS + third, PARTS, WIDEST)
-    # Rings are made only where they are used: see make_ring_beside.
+    # Rings are made only if they are used: see make_ring_beside.
     values, dscores, probs, out = None, None, None, None
     if grid.gradients.HAS_DSCORES:
         values = make_rings(dtype, PART_KEYS, COLS_V, grid.tiles.V_STAGES, PARTS, PARTS, WIDEST)
@@ -163,7 +163,7 @@ def in_order(acc, WIDTH: gl.constexpr):
 
 @gluon.jit
 def add_from_registers(ptr, offset, t):
-    """Adds what ``in_order`` has made from element ``offset`` on, four of a thread's numbers at once."""
+    """Adds results of ``in_order`` from element ``offset`` on, four of a thread's numbers at once."""
     layout: gl.constexpr = t.type.layout
     eights = gl.arange(0, t.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     threads = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
@@ -192,8 +192,8 @@ def add_accumulators(out, offset, acc, WIDTH: gl.constexpr):
 def keep_dq_order(channels, grid, ENDS: gl.constexpr):
     """A warp that waits on the semaphores of its program's steps, a few ahead; ENDS: one that increments them after.
 
-    Each takes about as long as a step, so both run beside the products. The acquire follows the adds of earlier tiles,
-    the release precedes those of later ones; the rings extend that order to the warps that add.
+    Each of the two takes about as long as a step, so both run beside the products. The acquire follows the adds of
+    earlier tiles, and the release precedes the adds of later tiles; the rings extend that order to the warps that add.
     """
     records, dq_order, added = channels.tiles, channels.dq.dq_order, channels.dq.added
     tiles = 0
@@ -221,7 +221,7 @@ def keep_dq_order(channels, grid, ENDS: gl.constexpr):
 
 @gluon.jit
 def add_dq(dq, block, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
-    """Adds this warpgroup's share of dq to row block ``block``, of which ``dq`` is the first piece, in dq_order."""
+    """Adds this warpgroup's share of dq to row block ``block``, in dq_order; ``dq`` is the first piece of the share."""
     share: gl.constexpr = grid.tiles.DQ_SHARE
     most: gl.constexpr = grid.tiles.DQ_WIDTH
     out = channels.dq
@@ -229,7 +229,7 @@ def add_dq(dq, block, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
     count: gl.constexpr = num_parts(share, most)
     for piece in gl.static_range(count):
         if piece > 0:
-            # Keeps the adds ahead of the next product, which reuses their registers.
+            # This keeps the adds before the next product, which reuses their registers.
             thread_barrier()
             dq = start_dq(channels, used, key_use, grid, piece, WARPGROUP)
         dq = warpgroup_mma_wait(0, deps=[dq])
@@ -245,7 +245,7 @@ def add_dq(dq, block, channels, used, key_use, grid, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def dq_consumer(channels, grid):
-    """A third warpgroup: what every tile adds to dq, while the other two go on."""
+    """A third warpgroup: it computes every tile's share of dq, while the other two go on."""
     if grid.gradients.HAS_DQ:
         records = channels.tiles
         tiles = 0

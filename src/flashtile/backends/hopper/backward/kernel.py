@@ -1,13 +1,13 @@
-"""Attention backward for Hopper: a program owns a block of keys and walks over the rows that see it.
+"""Attention backward for Hopper: a program owns a block of keys and loops over the rows that see it.
 
     S^T = K Q^T      P^T = exp2(S^T * scale - lse_log2)      dV += P^T dO
     dP^T = V dO^T    dS^T = P^T * (dP^T - delta)           dK += dS^T Q      dQ += dS K
 
-Scores lie keys first, so that P^T and dS^T are left operands straight from registers. Two warpgroups compute, each with
-64 keys of its own: its dK and dV stay in registers. Both put dS^T into shared memory, and each makes one half of the dQ
-that all 128 keys add to a row block, one step later, and adds it to float32 global memory; or a third warpgroup makes
-all of dQ, where it has registers. One warp loads by TMA. For head dims whose dK and dV are too much for that, two
-warpgroups share 64 keys: ``roles.gradient_consumer``.
+Scores have keys first, so that P^T and dS^T are left operands straight from registers. Two warpgroups compute, each for
+64 keys of its own: dK and dV of these keys stay in registers. Both write dS^T to shared memory. One step later each
+computes one half of the dQ that all 128 keys add to a row block, and adds it to float32 global memory; or a third
+warpgroup computes all of dQ, if there are registers for it. One warp loads by TMA. If the head dims make dK and dV too
+large for that, two warpgroups share 64 keys: ``roles.gradient_consumer``.
 Mathematics: docs/algorithm.md. Sources: Dao et al. 2022, arXiv:2205.14135, algorithm 4; Shah et al. 2024,
 FlashAttention-3, arXiv:2407.08608, appendix B.1 (warp specialisation of the backward).
 """
@@ -24,13 +24,13 @@ from flashtile.backends.hopper.device.ring import make_ring, make_ring_beside
 
 @gluon.jit
 def attention_backward(grid):
-    """Every tile's dk and dv, and what it adds to dq; one program per SM.
+    """Computes every tile's dk and dv, and its share of dq; one program per SM.
 
     The argument is ``records.KeyGrid``. ``rows.prepare_rows`` must have run.
     """
     DQ_WARPGROUPS: gl.constexpr = grid.tiles.DQ_WARPGROUPS
     REGISTERS: gl.constexpr = grid.tiles.REGISTERS
-    # Only rows past the last packed sequence have no slope of their own: without them a number less is handed on.
+    # Only rows past the last packed sequence have no slope. Without such rows one number less is passed on.
     batch = grid.call.keys.count if grid.call.q.PACKED else gl.to_tensor(2**30)
     mod = score_mod(grid.call.mods, batch)
     channels = make_channels(grid)
@@ -48,7 +48,7 @@ def attention_backward(grid):
     elif grid.gradients.HAS_DQ:
         channels0 = with_dq(channels, DqOutput(grid.work.dq, None, None, dq_order, added))
         channels1 = channels0
-    # Not kept in variables, as they hold constants: see records.
+    # The records are not kept in variables, because they hold constants: see ``records``.
     if DQ_WARPGROUPS == 1:
         DQ_REGISTERS: gl.constexpr = grid.tiles.DQ_REGISTERS
         if dq_order is None:
@@ -75,7 +75,7 @@ def attention_backward(grid):
 
 @gluon.jit
 def score_mod(mods, batch):
-    """The ``Transforms`` of ``records.Mods``; there are slopes of ``batch`` sequences."""
+    """The ``Transforms`` for ``records.Mods``, with slopes of ``batch`` sequences."""
     BIAS: gl.constexpr = place_of(mods.SCORES, "bias")
     MASK: gl.constexpr = place_of(mods.MASKS, "mask")
     HAS_SOFTCAP: gl.constexpr = place_of(mods.SCORES, "softcap") >= 0
@@ -89,9 +89,9 @@ def score_mod(mods, batch):
 
 @gluon.jit
 def of_keys(channels, grid, mod, WARPGROUP: gl.constexpr):
-    """A warpgroup that works on a tile's keys: one gradient of all of them, or both of its own."""
+    """A warpgroup that works on a tile's keys: one gradient of all keys, or both gradients of its own."""
     if channels.out is not None:
         consumer(channels, grid, mod, WARPGROUP)
     elif WARPGROUP == 0 or grid.gradients.HAS_DSCORES:
-        # For dv alone the second of two that share keys has nothing to do.
+        # For dv alone, the second of two warpgroups that share keys has nothing to do.
         gradient_consumer(channels, grid, mod, WARPGROUP)

@@ -1,16 +1,16 @@
 """The roles of the Hopper backward: a producer of one warp, and two consumers of a warpgroup with 64 keys each.
 
-Where dK and dV of 64 keys each would fill the registers of two warpgroups, both see the same 64 keys, and each owns one
-gradient (``by_gradient``). The first one makes P^T, hands it over through shared memory and adds to dV. The second one
-makes dP^T and dS^T and adds to dK. A third one makes dQ of dS. None waits for those after it, so the exponentials and
-the handing over of a block run under the products of those before.
+If dK and dV of 64 keys for each would fill the registers of two warpgroups, both take the same 64 keys, and each owns
+one gradient (``by_gradient``). The first warpgroup computes P^T, passes it on through shared memory and adds to dV. The
+second computes dP^T and dS^T and adds to dK. A third one computes dQ from dS. None waits for a later one, so the
+exponentials and the passing on of a block run during the products of the blocks before.
 
-P^T is handed over in float16 times ``PROBS_SCALE``: rounding it to bfloat16, before dS^T is rounded, would make the
-errors of dK and dQ 1.2 times as large. Times the slope of a user's score mod, which has no bound, it is bfloat16.
+P^T is passed on in float16, multiplied by ``PROBS_SCALE``: rounding it to bfloat16, before dS^T is rounded, would make
+the errors of dK and dQ 1.2 times as large. If it is multiplied by a user's slope, which has no bound, it is bfloat16.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -59,21 +59,21 @@ from flashtile.backends.hopper.device.parts import (
     zero_accumulators,
 )
 
-# Past every row.
+# A number past every row.
 FAR = gl.constexpr(2**30)
-# Probabilities, which are at most about 1, stay finite, and those down to 4e-9 keep all digits of float16.
+# Scaled probabilities, which are at most about 1 before, stay finite, and down to 4e-9 keep all digits of float16.
 PROBS_SCALE = gl.constexpr(2.0**14)
 
 
 @gluon.constexpr_function
 def probs_scale(dtype):
-    """What probabilities are handed over times, in float16 or bfloat16."""
+    """The factor of probabilities that are passed on, in float16 or bfloat16."""
     return PROBS_SCALE.value if dtype == gl.float16 else 1.0
 
 
 @gluon.jit
 def key_tile(rings, use, part, step):
-    """64 keys or values of a tile: ``Ring.fixed_part`` of each part of their columns."""
+    """64 keys or values of a tile: ``Ring.fixed_part`` for each part of their columns."""
     tile = ()
     for i in gl.static_range(len(rings)):
         tile = also(tile, rings[i].fixed_part(use, part, step))
@@ -82,7 +82,7 @@ def key_tile(rings, use, part, step):
 
 @gluon.jit
 def load_keys(tensor, tile, grid, rings, use):
-    """Starts the load of a tile's keys or values (``records.Rows``), if there are rings for them, 64 at a time."""
+    """Starts the load of a tile's keys or values (``records.Rows``), 64 at a time, if there are rings for them."""
     if rings is not None:
         COLS: gl.constexpr = tensor.BLOCK_DIM
         full = rings[0].acquire(use, grid.tiles.PARTS * PART_KEYS * COLS * 2)
@@ -94,14 +94,14 @@ def load_keys(tensor, tile, grid, rings, use):
 
 @gluon.jit
 def producer(channels, grid):
-    """Takes tiles and loads what they need, in the order in which it is used and buffers become free."""
+    """Takes tiles and loads their operands, in the order in which these are used and buffers become free."""
     BLOCK_M: gl.constexpr = grid.tiles.BLOCK_M
     COLS: gl.constexpr = grid.call.q.BLOCK_DIM
     COLS_V: gl.constexpr = grid.call.v.BLOCK_DIM
     q_bytes: gl.constexpr = BLOCK_M * COLS * 2
     row_bytes: gl.constexpr = 2 * BLOCK_M * 4
     stages: gl.constexpr = channels.queries[0].stages
-    # With two buffers for keys, one is free before the values' is; a single one is free last.
+    # With two buffers for keys, one is free before the values' buffer is; a single one is free last.
     keys_first: gl.constexpr = channels.keys[0].stages > 1
     tiles = 0
     used = 0
@@ -150,18 +150,18 @@ def producer(channels, grid):
 
 @gluon.jit
 def score_zeros(grid):
-    """[64, block_m] float32 as WGMMA has it in registers: keys by rows, so that probabilities are left operands."""
+    """[64, block_m] float32 zeros in WGMMA's layout: keys by rows, so that probabilities are left operands."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, grid.tiles.BLOCK_M, 16])
     return gl.zeros([PART_KEYS, grid.tiles.BLOCK_M], gl.float32, layout)
 
 
 @aggregate
 class KeyRows:
-    """64 keys of a sequence, and which rows keep each of them.
+    """64 keys of a sequence, and the rows that keep each key.
 
-    ``first`` and ``last`` are those of each key, as ``from_thread_column`` counts them. Rows from ``clear_from`` on and
-    before ``clear_to`` keep all 64. ``listed``: how many row blocks at the end of a list are full, the position of
-    that end, and ``lists.bits_of``; () without lists.
+    ``first`` and ``last`` bound the rows of each key, as ``from_thread_column`` counts them. Rows from ``clear_from``
+    up to ``clear_to`` keep all 64 keys. ``listed``: the number of full row blocks at a list's end, the position of that
+    end, and ``lists.bits_of``; () without lists.
     """
 
     b: gl.tensor
@@ -197,7 +197,7 @@ def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
 
 @gluon.jit
 def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, listed, like, grid):
-    """The ``KeyRows`` of 64 keys, whose intervals say that rows from ``cleared[0]`` on and before [1] keep them all."""
+    """The ``KeyRows`` of 64 keys; by intervals, rows from ``cleared[0]`` up to ``cleared[1]`` keep all of them."""
     keys = key + gl.arange(0, PART_KEYS, gl.SliceLayout(1, like.type.layout))
     shift = seqlen_k - seqlen_q
     first = gl.where(keys < seqlen_k, mods.first_row(keys - shift, shift, grid.call.mods.band), FAR)
@@ -217,7 +217,7 @@ def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, listed, like, grid):
 
 @gluon.jit
 def pairs_of(kept, rows, like, grid):
-    """Where the block of 64 keys by a ``RowBlock`` lies, of the layout of ``like``."""
+    """The ``Pairs`` of a block of 64 keys by a ``RowBlock``, in like's layout."""
     read = ()
     if functions.reads(grid.call.mods.SCORES, grid.call.mods.MASKS, grid.call.mods.band.lists):
         across = gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))[None, :]
@@ -237,7 +237,7 @@ def pairs_of(kept, rows, like, grid):
 
 @gluon.jit
 def is_cut(start, kept, grid):
-    """Whether some row of the block from ``start`` on does not keep some of the keys."""
+    """Whether some row of the block at ``start`` drops some of the keys."""
     cut = start < kept.clear_from
     if grid.call.mods.band.left is not None or grid.call.mods.band.bounds is not None:
         cut = cut | (start + grid.tiles.BLOCK_M > kept.clear_to)
@@ -248,7 +248,7 @@ def is_cut(start, kept, grid):
 
 @gluon.jit
 def keep_rows(x, pairs, kept, grid):
-    """What a block [64, block_m] is, 0 where a row does not keep a key."""
+    """A block [64, block_m] with 0 where a row does not keep a key."""
     IS_GIVEN: gl.constexpr = grid.call.mods.band.key_rows is not None or grid.call.mods.band.lists is not None
     HAS_LAST: gl.constexpr = grid.call.mods.band.left is not None or IS_GIVEN
     x = keep_columns(x, kept.first - pairs.row, kept.last - pairs.row, 0.0, True, HAS_LAST)
@@ -259,14 +259,14 @@ def keep_rows(x, pairs, kept, grid):
 
 @gluon.jit
 def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
-    """Normalised probabilities, 0 where a row does not keep a key, and the factor of ``dprobs - delta`` in dscores.
+    """Normalised probabilities, 0 where a row drops a key, and the factor of ``dprobs - delta`` in dscores.
 
-    So dscores need no mask of their own: where the factor is 0, they are 0 unless dprobs or delta is not finite.
+    So dscores need no separate mask: where the factor is 0, they are 0 unless dprobs or delta is not finite.
     """
     if functions.has_score_mod(grid.call.mods.SCORES):
         return mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched)
     if mod.has_softcap:
-        # In units of the cap.
+        # The scores are here in units of the cap.
         s = mods.quick_softcap(s, 1.0, mod.prescale)
         p = gl.exp2(exponents(s, mod.softcap * LOG2_E, lse_log2, pairs, fetched, grid, mod))
         factor = p * (1.0 - s * s)
@@ -278,10 +278,10 @@ def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
 
 @gluon.jit
 def exponents(s, scale, lse_log2, pairs, fetched, grid, mod):
-    """Those of probabilities: ``s * scale`` and the terms, less lse_log2, +inf for rows whose probabilities are 0.
+    """Exponents of probabilities: ``s * scale`` plus terms minus lse_log2 (+inf for rows with probabilities of 0).
 
-    A bias or a function may be so large that its product overflows, and +inf less +inf is NaN. Not if it is never
-    rounded: fused with an addition to -inf it leaves -inf.
+    A bias or a function may be so large that its product overflows, and +inf minus +inf is NaN. It is not if the
+    product is never rounded: fused with an addition to -inf it stays -inf.
     """
     if place_of(grid.call.mods.SCORES, "bias") >= 0 or functions.has_score_mod(grid.call.mods.SCORES):
         return mod.add_terms(gl.fma(s, scale, -lse_log2), pairs, fetched, LOG2_E)
@@ -291,11 +291,11 @@ def exponents(s, scale, lse_log2, pairs, fetched, grid, mod):
 
 @gluon.jit
 def kept_of(p, factor, kept, grid, mod, pairs, fetched, TWO: gl.constexpr):
-    """(p, factor), 0 where the band, a mask or what lists have of it drop a pair; factor is p unless they are TWO."""
+    """(p, factor), 0 where the band, a mask or lists' bits drop a pair; factor is p unless they are TWO."""
     if grid.call.mods.band.lists is None:
         p, factor = cut(p, factor, kept, grid, pairs, TWO)
     else:
-        # Bits of lists say where a sequence ends, too.
+        # Bits of lists also contain the end of a sequence.
         if not grid.call.mods.band.lists.BITS or grid.call.mods.band.lists.EDGES:
             p, factor = cut(p, factor, kept, grid, pairs, TWO)
     p = mod.select(p, pairs, fetched, 0.0, grid.call.mods)
@@ -304,7 +304,7 @@ def kept_of(p, factor, kept, grid, mod, pairs, fetched, TWO: gl.constexpr):
 
 @gluon.jit
 def cut(p, factor, kept, grid, pairs, TWO: gl.constexpr):
-    """``kept_of`` of the band, in one branch for both: two would spill more."""
+    """``kept_of`` for the band, in one branch for p and factor: two branches would spill more."""
     if is_cut(pairs.row, kept, grid):
         p = keep_rows(p, pairs, kept, grid)
         factor = keep_rows(factor, pairs, kept, grid) if TWO else p
@@ -313,7 +313,7 @@ def cut(p, factor, kept, grid, pairs, TWO: gl.constexpr):
 
 @gluon.jit
 def mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
-    """``probabilities`` with a user's score mod: of a pair that is dropped the slope may be anything."""
+    """``probabilities`` with a user's score mod; a dropped pair's slope may be any number."""
     of_mod = fetched[len(mod.terms) + len(mod.masks)]
     s = s * grid.call.mods.scale
     slope = 1.0
@@ -335,16 +335,17 @@ def mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
 
 @gluon.jit
 def with_dropout(p, factor, words, grid):
-    """Probabilities, 0 where dropout drops, and their factors, there of negative sign: none is without dropout.
+    """Probabilities, 0 where dropout drops, and their factors, negated there: without dropout none is negative.
 
-    So the numbers are drawn once, and what was kept takes no registers. Dropout's own factor meets the gradients.
+    So random numbers are drawn once, and the kept pairs take no registers. Dropout's own factor is applied to
+    gradients.
     """
     return thinned(p, words, grid.call, 0.0, True), thinned(factor, words, grid.call, -factor, True)
 
 
 @gluon.jit
 def of_kept(dv, grid):
-    """Dv times dropout's own factor."""
+    """Dv multiplied by dropout's own factor."""
     if grid.call.mods.dropout.rng_state_ptr is None:
         return dv
     else:
@@ -353,7 +354,7 @@ def of_kept(dv, grid):
 
 @gluon.jit
 def score_gradients(factor, dp, delta, grid):
-    """Dscores, from the factors of ``with_dropout``: but for dropout's own factor."""
+    """Dscores, from the factors of ``with_dropout``, without dropout's own factor."""
     if grid.call.mods.dropout.rng_state_ptr is None:
         return factor * (dp - delta)
     else:
@@ -364,10 +365,10 @@ def score_gradients(factor, dp, delta, grid):
 @gluon.jit
 def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ: gl.constexpr,
          WARPGROUP: gl.constexpr):  # fmt: skip
-    """What a row block adds to dk and dv, and what the one before adds to dq, if there is one and dq is wanted.
+    """Adds a row block's share to dk and dv, and the share of the block before to dq, if there is one and dq is wanted.
 
-    So the warpgroups may be almost a step apart before one waits for the dscores of the other: the products of one
-    run while the other computes.
+    So the warpgroups may be almost a step apart before one waits for the other's dscores: the products of one run while
+    the other computes.
     """
     zeros = score_zeros(grid)
     # With wider accumulators, scores and dprobs must share registers.
@@ -417,7 +418,7 @@ def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ:
 
 @gluon.jit
 def wait_for_gradients(dk, dv, grid, PENDING: gl.constexpr):
-    """Waits for all but PENDING products; returns dk and dv, of which one may not be computed."""
+    """Waits for all except PENDING products; returns dk and dv. One of the two may not be computed."""
     if grid.gradients.HAS_DK and grid.gradients.HAS_DV:
         both = wait_for_products(dk + dv, PENDING)
         dk, dv = both[: len(dk)], both[len(dk) :]
@@ -430,7 +431,7 @@ def wait_for_gradients(dk, dv, grid, PENDING: gl.constexpr):
 
 @gluon.jit
 def blank_step(channels, used, grid, WARPGROUP: gl.constexpr):
-    """A row block that adds nothing to dk and dv, and to dq nothing but the other warpgroup's keys."""
+    """A step for a row block that adds nothing to dk and dv, and only the other warpgroup's keys to dq."""
     channels.dscores.claim(used)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     blank = gl.zeros([PART_KEYS, grid.tiles.BLOCK_M], channels.queries[0].buffers.dtype, layout)
@@ -442,7 +443,7 @@ def blank_step(channels, used, grid, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def boxes(desc, grad, grid):
-    """The parts of dk or dv in pieces as wide as a descriptor's box."""
+    """The parts of dk or dv, divided into pieces as wide as a descriptor's box."""
     width: gl.constexpr = desc.block_type.shape[4 if grid.call.q.PACKED else 3]
     found = ()
     for i in gl.static_range(len(grad)):
@@ -452,7 +453,7 @@ def boxes(desc, grad, grid):
 
 @gluon.jit
 def add_to_sums(sums_ptr, grad, records, tiles, grid, COLS: gl.constexpr, PART: gl.constexpr):
-    """Adds a warpgroup's 64 keys of dk or dv, with COLS columns, to the workspace's: those of PART of the tile."""
+    """Adds a warpgroup's 64 keys of dk or dv, with COLS columns, to PART of the tile's sums in the workspace."""
     offset = sums_block(records, tiles, grid).to(gl.int64) * (grid.tiles.KEYS * COLS) + PART * (PART_KEYS * COLS)
     for i in gl.static_range(len(grad)):
         numbers = in_order(grad[i], width_of(COLS, i, WIDEST))
@@ -461,9 +462,9 @@ def add_to_sums(sums_ptr, grad, records, tiles, grid, COLS: gl.constexpr, PART: 
 
 @gluon.jit
 def store_gradient(out, grad, records, tiles, out_s, grid, COLS: gl.constexpr, WARPGROUP: gl.constexpr):
-    """Stores a warpgroup's 64 keys of dk or dv, if wanted, by TMA, once the stores before it have left its buffers.
+    """Stores a warpgroup's 64 keys of dk or dv by TMA, if wanted, once earlier stores have left its buffers.
 
-    In float32, half the columns at a time: they hold no more. With gqa_splits they are added to sums.
+    In float32 it stores half the columns at a time, which is the buffers' size. With gqa_splits it adds them to sums.
     """
     if out is not None:
         if grid.schedule.splits is not None:
@@ -477,7 +478,8 @@ def store_gradient(out, grad, records, tiles, out_s, grid, COLS: gl.constexpr, W
             for i in gl.static_range(len(parts)):
                 if i % count == 0:
                     tma_store_wait(0)
-                # tiles >> 30 as in Ring.fixed_part: invariant addresses would be kept in registers, and spill.
+                # tiles >> 30 as in Ring.fixed_part: otherwise invariant addresses would be kept in registers, and
+                # spill.
                 buffer = out_s.index(WARPGROUP * count + i % count + (tiles >> 30))
                 as_tile(buffer, out.dtype, width).store(parts[i])
                 fence_async_shared()
@@ -486,8 +488,8 @@ def store_gradient(out, grad, records, tiles, out_s, grid, COLS: gl.constexpr, W
 
 @gluon.jit
 def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
-    """One warpgroup: dk and dv of 64 keys of every tile, and its share of dq; those that are wanted."""
-    # No row of a tile's first row block may keep any of its second 64 keys.
+    """One warpgroup: dk and dv of 64 keys of every tile, and its share of dq, as far as they are wanted."""
+    # It is possible that no row of a tile's first row block keeps any of the second 64 keys.
     HAS_RIGHT: gl.constexpr = grid.call.mods.band.right is not None
     may_be_blank: gl.constexpr = HAS_RIGHT and WARPGROUP == 1 and grid.tiles.BLOCK_M < grid.tiles.KEYS
     computes_dq: gl.constexpr = grid.gradients.HAS_DQ and grid.tiles.DQ_WARPGROUPS == 2
@@ -507,11 +509,11 @@ def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
             if grid.gradients.HAS_DSCORES:
                 channels.values[0].wait(key_use)
             if computes_dq:
-                # The row block whose dq is still to be added.
+                # The row block with a share of dq that is still to be added.
                 block = rows.block
                 is_blank = False
                 if may_be_blank:
-                    # The first row that keeps a key lies after the first row block.
+                    # The first row that keeps a key is after the first row block.
                     first = kept.key - (kept.seqlen_k - kept.seqlen_q) - grid.call.mods.band.right
                     is_blank = rows.start + grid.tiles.BLOCK_M <= first
                 if is_blank:
@@ -534,7 +536,7 @@ def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
             if computes_dq:
                 channels.dscores.wait(used - 1)
                 dq = start_dq(channels, used - 1, key_use, grid, 0, WARPGROUP)
-            # dv leaves under the last product.
+            # dv is stored during the last product.
             dv = of_kept(dv, grid)
             store_gradient(grid.gradients.dv, dv, records, tiles, channels.out, grid, grid.call.v.BLOCK_DIM, WARPGROUP)
             if computes_dq:
@@ -552,7 +554,7 @@ def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def values_step(channels, used, key_use, dv, rows, kept, grid, mod, IS_FIRST: gl.constexpr):
-    """What a row block adds to dv; and its probabilities."""
+    """Adds a row block's share to dv, and passes on its probabilities."""
     zeros = score_zeros(grid)
     lse_log2 = channels.rows.index(used % channels.queries[0].stages).slice(0, 1)
     if IS_FIRST:
@@ -582,7 +584,7 @@ def values_step(channels, used, key_use, dv, rows, kept, grid, mod, IS_FIRST: gl
 
 @gluon.jit
 def keys_step(channels, used, key_use, dk, grid, is_last, IS_FIRST: gl.constexpr):
-    """What a row block adds to dk; and the gradients of its scores."""
+    """Adds a row block's share to dk, and passes on the gradients of its scores."""
     zeros = score_zeros(grid)
     layout: gl.constexpr = zeros.type.layout
     delta = channels.rows.index(used % channels.queries[0].stages).slice(1, 1)
@@ -591,7 +593,7 @@ def keys_step(channels, used, key_use, dk, grid, is_last, IS_FIRST: gl.constexpr
     channels.dout[0].wait(used)
     dp = start_sum(key_tile(channels.values, key_use, 0, used), tiles_at(channels.dout, used), zeros)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    # The next tile's are loaded under what is left of this one.
+    # The next tile's values are loaded during the rest of this tile.
     channels.values[0].release(key_use, is_last)
     channels.queries[0].wait(used)
     channels.probs.wait(used)
@@ -615,11 +617,12 @@ def keys_step(channels, used, key_use, dk, grid, is_last, IS_FIRST: gl.constexpr
 
 @gluon.jit
 def store_in_pieces(out, grad, records, tiles, ring, used, grid, COLS: gl.constexpr):
-    """Stores 64 keys of dk or dv, if they are wanted, at most 64 columns at a time, in float32 32.
+    """Stores 64 keys of dk or dv, if they are wanted, at most 64 columns at a time (32 in float32).
 
-    The TMA store borrows the next two stages of the ring through which this warpgroup hands over blocks: claimed, never
-    published. ``tma_store_wait`` frees them before their own use begins. With gqa_splits dk and dv are added to sums,
-    from registers.
+    The TMA store borrows the next two stages of the ring through which this warpgroup passes on blocks: they are
+        claimed,
+    but never published. ``tma_store_wait`` frees them before their own use begins. With gqa_splits dk and dv are added
+    to sums, from registers.
     """
     if out is not None:
         if grid.schedule.splits is not None:
@@ -631,7 +634,7 @@ def store_in_pieces(out, grad, records, tiles, ring, used, grid, COLS: gl.conste
             for i in gl.static_range(len(parts)):
                 if ring.empty is not None:
                     ring.claim(used + i % 2)
-                # After a tile without rows, that tile's last piece may still leave the first buffer.
+                # After a tile without rows, that tile's last piece may still be leaving the first buffer.
                 tma_store_wait(1 if i > 0 else 0)
                 as_tile(ring.at(used + i % 2), out.dtype, width).store(parts[i])
                 fence_async_shared()
@@ -640,7 +643,7 @@ def store_in_pieces(out, grad, records, tiles, ring, used, grid, COLS: gl.conste
 
 @gluon.jit
 def gradient_consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
-    """One warpgroup: dv of every tile's keys, or dk, if it is wanted, and what the next one needs."""
+    """One warpgroup: dv or dk of every tile's keys, if it is wanted, and the operands for the next warpgroup."""
     records = channels.tiles
     tiles = 0
     used = 0

@@ -2,13 +2,13 @@
 
 It consists of row blocks of BLOCK_M rows of one head of one sequence, so that no two sequences share one: block
 ``(b * num_heads_q + h) * cdiv(seqlen_q, BLOCK_M) + m`` if sequences are dense; if they are packed, block
-``h * num_blocks + n`` with n and num_blocks as ``scheduler.packed_tile`` has them. A row block has
+``h * num_blocks + n`` with n and num_blocks as in ``scheduler.packed_tile``. A row block has
 
     rows    [2, BLOCK_M] float32: lse_log2 (lse in base 2), and delta = rowsum(dout * out) - dlse
-    dq      [BLOCK_M / 64, BLOCK_D / 8, 128, 4] float32: 64 rows at a time as a warpgroup's accumulators hold them, so
-            that adding them up needs no shared memory and touches whole cache lines
+        dq      [BLOCK_M / 64, BLOCK_D / 8, 128, 4] float32: 64 rows at a time in the order of a warpgroup's
+        accumulators, so that adding needs no shared memory and touches whole cache lines
 
-With gqa_splits, dk and dv are added up likewise, in blocks of a tile's keys.
+With gqa_splits, dk and dv are summed in the same way, in blocks of a tile's keys.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from flashtile.backends.gpu.device import sequence, softmax
 from flashtile.backends.gpu.device.scheduler import packed_tile
 from flashtile.backends.hopper.backward import scheduler
 
-# Numbers of the sums of dk and dv that a program sets to 0 at a time.
+# The number of elements of the sums of dk and dv that a program zeroes at a time.
 _ZEROS = tl.constexpr(4096)
 
 
 @triton.jit
 def locate(block_index, sequences, num_heads, BLOCK_M: tl.constexpr):
-    """(b, h, start, first row, rows) of a row block; no rows past the last packed sequence."""
+    """(b, h, start, first row, rows) of a row block; 0 rows past the last packed sequence."""
     VARLEN: tl.constexpr = sequences.cu_seqlens is not None
     num_blocks = scheduler.blocks_per_head(sequences.length, sequences.count, BLOCK_M, VARLEN)
     head = block_index // num_blocks
@@ -49,17 +49,17 @@ def has_keys(cu_seqlens_k_ptr, b, batch):
 
 @triton.jit
 def last_first():
-    """Programs from the last to the first.
+    """The program's number, counted from the last to the first.
 
-    The main kernel goes through the workspace from the front: it finds what was prepared last in the cache, and leaves
-    there what is to be finished first.
+    The main kernel goes through the workspace from the front. So it finds in the cache the rows that were prepared
+    last, and leaves there the rows that are finished first.
     """
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
 @triton.jit
 def leave_to_repair(lse, delta, at, exists, terms, block):
-    """(lse, delta) without the lost rows, whose terms are stored from ``at`` on; lse is given in parts."""
+    """(lse, delta) without lost rows; the terms of these are stored from ``at`` on. lse is given in parts."""
     lost = exists & softmax.is_lost(lse[0]) & (lse[0] != float("-inf"))
     tl.store(terms.lse + at, tl.where(lost, lse[0], float("inf")), mask=exists)
     tl.store(terms.rest + at, lse[1] * softmax.LOG2_E, mask=exists)
@@ -72,8 +72,8 @@ def leave_to_repair(lse, delta, at, exists, terms, block):
 def prepare_rows(results, cu_seqlens_k, work, terms, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Fills a row block's rows, and zeroes its dq, its dq_order, the counter of tiles and the sums of dk and dv.
 
-    A row past its sequence or without keys gets (inf, 0): its probabilities are then 0 without a mask, whatever lies in
-    its place. So does a row that ``softmax.is_lost``, whose terms go to ``terms``, the portable backend's
+    A row past its sequence or without keys gets (inf, 0): its probabilities are then 0 without a mask, whatever its
+    memory contains. So does a row that ``softmax.is_lost``; its terms go to ``terms``, the portable backend's
     ``RowTerms``, for a repair; None without ``Problem.large_scores``. With cu_seqlens_k, sequences without keys are
     skipped. BLOCK_D: columns of a row block's dq.
     """
@@ -126,9 +126,9 @@ def prepare_rows(results, cu_seqlens_k, work, terms, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit
 def finish_gradient(sums, out, sequences, others, num_heads, scale, ADDS: tl.constexpr):
-    """64 rows of a gradient from the workspace, times ``scale``, to ``out``, or added to it: contiguous, like q or k.
+    """Writes 64 rows of a gradient from the workspace, multiplied by ``scale``, to ``out``, or adds them: contiguous.
 
-    ``records.Sums`` are added up in order. With others, cu_seqlens of the keys where rows are queries, sequences
+    ``records.Sums`` are summed in order. With others, cu_seqlens of the keys if rows are queries, sequences
     without keys add nothing.
     """
     BLOCK_M: tl.constexpr = sums.BLOCK_M
@@ -146,7 +146,7 @@ def finish_gradient(sums, out, sequences, others, num_heads, scale, ADDS: tl.con
     if exists:
         num_blocks = scheduler.blocks_per_head(sequences.length, sequences.count, BLOCK_M, VARLEN)
         block = tl.cast(index // num_blocks, tl.int64) * sums.count * num_blocks + index % num_blocks
-        # A power of two of columns, of which the last may not be there.
+        # The number of columns is a power of two; the last ones may not exist.
         cols: tl.constexpr = triton.next_power_of_2(BLOCK_D)
         place = tl.arange(0, 64 * cols)
         held_at = sums.ptr + (block * parts + pid % parts) * (64 * BLOCK_D) + place
@@ -154,7 +154,7 @@ def finish_gradient(sums, out, sequences, others, num_heads, scale, ADDS: tl.con
         for i in range(1, sums.count):
             more = tl.cast(num_blocks, tl.int64) * i * (BLOCK_M * BLOCK_D)
             held += tl.load(held_at + more, mask=place < 64 * BLOCK_D)
-        # Columns by 8; warp, row of 8 and column pair of a thread; rows 8 apart; the two columns of a pair.
+        # Dimensions: columns by 8; warp; row of 8; a thread's column pair; rows 8 apart; the two columns of a pair.
         held = tl.reshape(held, [cols // 8, 4, 8, 4, 2, 2])
         grad = tl.reshape(tl.permute(held, (1, 4, 2, 0, 3, 5)), [64, cols]) * scale
         b64 = tl.cast(b, tl.int64)

@@ -1,10 +1,10 @@
-"""Which block of keys a persistent program of the backward works on next, and which row blocks it visits.
+"""Chooses the next block of keys of a persistent program in the backward, and the row blocks that it visits.
 
-On the host: how many tiles share the query heads of a key head, so that few fill the GPU.
+On the host: the number of tiles that share the query heads of a key head, so that few such heads fill the GPU.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 
 import triton
 import triton.language as tl
@@ -17,16 +17,16 @@ from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows
 from flashtile.backends.hopper.device.ring import slot_of
 
-# Keys for which there are bounds of intervals.
+# The number of keys that share bounds of intervals.
 BOUNDS_BLOCK = gl.constexpr(records.BOUNDS_BLOCK)
 
 
 @triton.jit
 def blocks_per_head(seqlen, batch, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
-    """Blocks of one head of a sequence, or of all packed ones."""
+    """The number of blocks for one head of a sequence, or of all packed sequences."""
     num_blocks = tl.cdiv(seqlen, BLOCK)
     if VARLEN:
-        # As scheduler.packed_tile counts them: every sequence starts a block of its own.
+        # As in scheduler.packed_tile, every sequence starts a block of its own.
         num_blocks = seqlen // BLOCK + batch + 1
     return num_blocks
 
@@ -56,7 +56,8 @@ def query_heads(head, grid):
 class KeyTile:
     """One tile: keys of one head of one sequence, from ``key`` on, and the row blocks that see them.
 
-    With lists these are at positions in one, and the mask's function decides about those before ``m_partial_max``.
+    With lists, the row blocks are at positions in a list; in those before ``m_partial_max`` the mask's function
+    decides.
     """
 
     is_end: gl.tensor
@@ -75,15 +76,15 @@ class KeyTile:
 
 @gluon.jit
 def sequence_of(sequences, b, grid):
-    """(start, length) of a sequence of queries or keys, of which the roles need to know but one number of sequences."""
+    """(start, length) of a sequence of queries or keys; both sides have one number of sequences."""
     return sequence.sequence(sequences.cu_seqlens, b, grid.call.keys.count, sequences.length, grid.call.q.PACKED)
 
 
 @gluon.jit
 def _place(index, grid):
-    """(block, b, head, is_tile, is_end) of a place in the order of all tiles.
+    """(block, b, head, is_tile, is_end) for a place in the order of all tiles.
 
-    Sequences without rows have no tiles where gradients are added to what is there.
+    Sequences without rows have no tiles if gradients are added to present contents.
     """
     batch, heads = grid.call.keys.count, grid.schedule.all_heads
     if grid.call.q.PACKED:
@@ -115,7 +116,7 @@ def _place(index, grid):
 
 @gluon.jit
 def next_tile(grid):
-    """The next tile that no program has taken. Tiles are taken in order, so whoever waits for an earlier one may."""
+    """The next tile that no program has taken. Tiles are taken in order, so a program may wait for an earlier tile."""
     index = gl.to_tensor(0)
     block, b, head, is_tile, is_end = index, index, index, index < 0, index < 0
     while not (is_tile | is_end):
@@ -124,7 +125,7 @@ def next_tile(grid):
     start_q, seqlen_q = sequence_of(grid.call.queries, b, grid)
     start_k, seqlen_k = sequence_of(grid.call.keys, b, grid)
     if grid.call.q.PACKED:
-        # The keys past the last sequence have no rows.
+        # Keys past the last sequence have no rows.
         seqlen_q = gl.where(b < grid.call.keys.count, seqlen_q, 0)
     key = block * grid.tiles.KEYS
     last = gl.minimum(key + grid.tiles.KEYS, seqlen_k) - 1
@@ -142,7 +143,7 @@ def next_tile(grid):
 
 @gluon.jit
 def listed_rows(b, head, key, is_end, grid):
-    """(m_min, m_partial_max, m_max, bits): positions of row blocks in the list of keys from ``key`` on; its bits."""
+    """(m_min, m_partial_max, m_max, bits): positions of row blocks in the list for keys at ``key``, and its bits."""
     SPLIT: gl.constexpr = grid.call.mods.band.lists.OTHER // grid.tiles.BLOCK_M
     first, _ = query_heads(head, grid)
     exists = (b < grid.call.keys.count) & ~is_end
@@ -155,9 +156,9 @@ def listed_rows(b, head, key, is_end, grid):
 
 @gluon.jit
 def number_of(position, seqlen_q, grid):
-    """(number, place) of a head's row block at a position of a tile's way: in the sequence, and in the workspace.
+    """(number, place) of a head's row block at a position of a tile's loop: in the sequence, and in the workspace.
 
-    A list may have blocks past the sequence's end, to whose rows no pair is left: they get the place of the last one.
+    A list may have blocks past the sequence's end, without any pair: they get the place of the last block.
     """
     if grid.call.mods.band.lists is not None:
         BLOCK: gl.constexpr = grid.tiles.BLOCK_M
@@ -169,7 +170,7 @@ def number_of(position, seqlen_q, grid):
 
 @gluon.jit
 def bounds_of(b, head, key, grid, COUNT: gl.constexpr):
-    """The rows that keep keys from ``key`` on, of COUNT entries: ``intervals.bounds_of``."""
+    """Bounds of the rows that keep keys from ``key`` on, for COUNT entries: ``intervals.bounds_of``."""
     first, _ = query_heads(head, grid)
     entry, exists = key // BOUNDS_BLOCK, b < grid.call.keys.count
     return intervals.bounds_of(grid.call.mods.band.bounds, b, first, entry, exists, COUNT)
@@ -184,14 +185,14 @@ def row_blocks_of(key, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
 
 @gluon.jit
 def row_blocks_per_head(grid):
-    """Row blocks of one head in the workspace of a sequence, or of all packed ones."""
+    """The number of row blocks of one head in the workspace, for a sequence or for all packed ones."""
     VARLEN: gl.constexpr = grid.call.q.PACKED and not grid.schedule.CHAINED
     return blocks_per_head(grid.call.queries.length, grid.call.keys.count, grid.tiles.BLOCK_M, VARLEN)
 
 
 @gluon.jit
 def first_row_block(tile, grid):
-    """The workspace's row block of the tile's sequence and of its first head of queries, row 0."""
+    """The workspace's row block for row 0 of the tile's sequence and of its first query head."""
     head, _ = query_heads(tile.head, grid)
     if grid.call.q.PACKED:
         first = head * row_blocks_per_head(grid) + tile.start_q // grid.tiles.BLOCK_M
@@ -213,15 +214,15 @@ def key_blocks_of(first, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
     return n_min, n_max
 
 
-# What the producer tells the consumers of a tile. is_tile is 0 after the last one; row_block is where the workspace has
-# the first row block that the tile visits, with lists the sequence's.
+# The record of a tile, from the producer to the consumers. is_tile is 0 after the last tile; row_block is the
+# workspace's number of the first row block that the tile visits, with lists of the sequence's first.
 FIELDS = gl.constexpr("is_tile m_min m_max key head sequence start_k seqlen_q seqlen_k row_block m_partial_max bits")
 RECORD_SIZE = gl.constexpr(16)
 
 
 @gluon.jit
 def publish_tile(records, use, tile, grid):
-    """Writes a tile's record; each thread has a number of it."""
+    """Writes a tile's record; each thread writes one number."""
     records.ring.claim(use)
     slot = gl.arange(0, RECORD_SIZE, gl.BlockedLayout([1], [32], [1], [0]))
     record = gl.where(slot == slot_of(FIELDS, "m_min"), tile.m_min, gl.where(tile.is_end, 0, 1))
@@ -245,14 +246,14 @@ def publish_tile(records, use, tile, grid):
 
 @gluon.jit
 def key_rows(records, use, grid):
-    """Where a tile's gradients of keys and values lie."""
+    """The ``HeadRows`` of a tile's gradients of keys and values."""
     start, length = records.get(use, "start_k"), records.get(use, "seqlen_k")
     return HeadRows(records.get(use, "sequence"), records.get(use, "head"), start, length, grid.call.q.PACKED)
 
 
 @gluon.jit
 def sums_block(records, use, grid):
-    """The block of a tile's keys among the sums of dk and dv, which are laid out as dq is."""
+    """The block of a tile's keys in the sums of dk and dv, which have dq's layout."""
     head, b, block = records.get(use, "head"), records.get(use, "sequence"), records.get(use, "key") // grid.tiles.KEYS
     count, sums_each = grid.schedule.splits.count, grid.schedule.splits.sums_each
     head = head // count * sums_each + gl.minimum(head % count, sums_each - 1)
@@ -269,10 +270,10 @@ class RowBlock:
     """One row block that a tile visits.
 
     Attributes:
-        start: Its first row.
-        head: Its query head, counted from the first that shares the tile's keys.
-        block: Its place in the workspace.
-        remaining: Row blocks of the head from this one on, to the last that the tile visits.
+        start: The block's first row.
+        head: The block's query head, counted from the first one that shares the tile's keys.
+        block: The block's place in the workspace.
+        remaining: The number of the head's row blocks from this one to the last that the tile visits.
     """
 
     start: gl.tensor
@@ -294,7 +295,7 @@ def first_rows(records, tiles, grid):
 
 @gluon.jit
 def listed_row_block(head, remaining, records, tiles, grid):
-    """The ``RowBlock`` of a tile with ``remaining`` to go of its head's list; any of an empty one."""
+    """A tile's ``RowBlock`` with ``remaining`` blocks left in its head's list; any block for an empty list."""
     position = gl.where(remaining > 0, records.get(tiles, "m_max") - remaining, 0)
     number, place = number_of(position, records.get(tiles, "seqlen_q"), grid)
     block = records.get(tiles, "row_block") + head * row_blocks_per_head(grid) + place
@@ -303,7 +304,7 @@ def listed_row_block(head, remaining, records, tiles, grid):
 
 @gluon.jit
 def steps_of_a_head(records, tiles):
-    """Row blocks of each query head that a tile visits."""
+    """The number of row blocks that a tile visits for each query head."""
     return records.get(tiles, "m_max") - records.get(tiles, "m_min")
 
 
@@ -328,7 +329,7 @@ def next_rows(rows, records, tiles, grid):
 
 @gluon.jit
 def dq_order_of(first, records, tiles, grid):
-    """How many tiles add to dq's rows from ``first`` on before this one: its place in their order."""
+    """The number of tiles that add to dq's rows from ``first`` on before this one: its place in their order."""
     seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
     last = gl.minimum(first + grid.tiles.BLOCK_M, seqlen_q) - 1
     n_min, n_max = key_blocks_of(first, last, seqlen_q, seqlen_k, grid.call.mods.band, grid.tiles.KEYS)

@@ -3,15 +3,15 @@
     S^T = K Q^T      P^T = exp2(S^T * scale - lse_log2)      dV = P^T dO
     dP^T = V dO^T    dS^T = P^T * (dP^T - delta)           dK = dS^T Q      dQ = dS K
 
-The gradient of 64 rows by 512 columns in float32 takes the registers of two warpgroups, so a kernel has one gradient,
-and scores are made in each: eight products where five would do. Nothing is added up outside of a program, so bits
-depend on no order. docs/tuning-notes.md counts this design against others.
+A float32 gradient of 64 rows by 512 columns takes the registers of two warpgroups. So each kernel computes one
+gradient, and computes scores again: eight products instead of five. Sums are never outside of a program, so bits depend
+on no order. docs/tuning-notes.md compares this design with others.
 
-The tile's own operands stay in shared memory, those of the other side pass in chunks of their columns, step by step.
-The scorer makes the scores of a step while both warpgroups multiply what the step before it has come to: for dv the
-probabilities, with dout; for dq and dk the gradients of the scores, which the follower makes of its dprobs and of what
-the scorer hands over. What those are multiplied with passes once more: kept from the scores on, it would leave no room
-for the next step's, and each load would wait for a product.
+The tile's own operands stay in shared memory; the other side's operands pass in chunks of their columns, step by step.
+The scorer computes the scores of a step while both warpgroups multiply the operand of the step before: for dv its
+probabilities, with dout; for dq and dk the gradients of its scores, which the follower computes from its dprobs and
+from the scorer's factors. The second factor of these products is loaded once more: kept from the scores on, it would
+leave no room for the next step's, and each load would wait for a product.
 """
 
 from triton.experimental import gluon
@@ -34,7 +34,7 @@ from flashtile.backends.hopper.device.ring import make_records, make_ring
 
 @gluon.jit
 def big_backward(grid):
-    """One tile of one gradient. The argument is ``records.Grid``; ``rows.prepare_rows`` must have run."""
+    """Computes one tile of one gradient. The argument is ``records.Grid``; ``rows.prepare_rows`` must have run."""
     dtype: gl.constexpr = grid.call.q.desc.dtype
     OF: gl.constexpr = grid.tiles.OF
     WIDTH: gl.constexpr = grid.tiles.CHUNK

@@ -1,12 +1,12 @@
 """The roles of the backward with big heads: two warps that load, a scorer and a follower of a warpgroup each.
 
-A step is a block of 64 keys by 64 queries. Scores lie keys first, whatever the tile is of, so that masks, mods and what
-is handed over are the same for all gradients. Both warpgroups multiply what has been handed over with every second
-chunk of a step's columns: the scorer with the first, third, ..., the follower with the others.
+A step is a block of 64 keys by 64 queries. Scores have keys first for every kind of tile, so that masks, mods and the
+passed-on operands are the same for all gradients. Both warpgroups multiply a passed-on operand with every second chunk
+of a step's columns: the scorer with the first, third, ..., the follower with the others.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
@@ -41,15 +41,15 @@ from flashtile.backends.hopper.device.gluon_compat import (
 from flashtile.backends.hopper.device.parts import also, box_of, pieces, times, wait_for_products, zero_accumulator
 from flashtile.backends.hopper.device.ring import Records, Ring
 
-# Columns of a box: all that a swizzle of 128 bytes holds.
+# Columns of a box: as many as a swizzle of 128 bytes holds.
 BOX = gl.constexpr(64)
 
 
 @aggregate
 class Rings:
-    """What the roles hand each other.
+    """The channels between the roles.
 
-    Chunk c of step i is use ``i * chunks + c`` of a ring whose chunks pass.
+    Chunk c of step i is use ``i * chunks + c`` of a ring of passing chunks.
 
     Attributes:
         tile: The record of the program's tile.
@@ -58,11 +58,12 @@ class Rings:
         rows: [2, 64] float32 of a block of queries, see ``backward.rows``: one use for dq, else one a step.
         passing: Keys or queries, for the scores.
         passing_v: Values or dout, for dprobs; None for dv.
-        adding: What the gradient is made of: dout, or keys or queries once more. A ring for each warpgroup, whose own
-            chunks alone are its uses: with one for both, of an odd number of chunks a step, a warpgroup may wait for a
-            use before the other one's, in the same buffer, has landed. A barrier's parity does not tell the two apart.
-        probs: What the scorer makes of a step: probabilities, or for dq and dk their factors of dscores.
-        dscores: What the follower makes of that; None for dv.
+        adding: The second factor of the gradient's products: dout, or keys or queries once more. Each warpgroup has a
+            ring with its own chunks alone as uses. With one ring for both, and an odd number of chunks in a step, a
+            warpgroup may wait for a use while the other one's use of the same buffer has not landed yet. A barrier's
+            parity does not distinguish the two uses.
+        probs: The scorer's results for a step: probabilities, or for dq and dk their factors of dscores.
+        dscores: The follower's gradients of scores; None for dv.
     """
 
     tile: Records
@@ -78,14 +79,14 @@ class Rings:
 
 @gluon.jit
 def load_chunk(desc, rows, row, chunk, full, col):
-    """Starts the load of a chunk, from column ``col`` on, a box at a time."""
+    """Starts the load of a chunk, from column ``col`` on, box by box."""
     for j in gl.static_range(chunk.shape[1] // BOX):
         tma_load(desc, rows.at(row, col + j * BOX), full, as_box(box_of(chunk, j * BOX, BOX), desc))
 
 
 @gluon.jit
 def load_held(desc, ring, rows, row):
-    """Starts the load of what a tile holds, which signals one barrier."""
+    """Starts the load of a tile's held operand, which signals one barrier."""
     WIDTH: gl.constexpr = ring.buffers.shape[2]
     full = ring.acquire(0, ring.parts * BLOCK * WIDTH * 2)
     for c in gl.static_range(ring.parts):
@@ -104,25 +105,25 @@ def load_passing(desc, ring, rows, row, used, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def load_adding(desc, rings, rows, row, used, grid):
-    """Starts the loads of what a step adds, each chunk to the ring of the warpgroup that has it."""
+    """Starts the loads of a step's ``adding`` chunks, each to the ring of its warpgroup."""
     WIDTH: gl.constexpr = grid.tiles.CHUNK_OWN
     for c in gl.static_range(grid.tiles.NUM_OWN):
         ring = rings.adding[c % 2]
-        # A ring's uses count the chunks of its own warpgroup alone.
+        # A ring's uses count its own warpgroup's chunks alone.
         use = used * ((grid.tiles.NUM_OWN + 1 - c % 2) // 2) + c // 2
         load_chunk(desc, rows, row, ring.at(use), ring.acquire(use, BLOCK * WIDTH * 2), c * WIDTH)
 
 
 @gluon.jit
 def load_rows(rings, used, block, grid):
-    """Starts the load of what belongs to a block of queries."""
+    """Starts the load of the rows' numbers for a block of queries."""
     full = rings.rows.acquire(used, 2 * BLOCK * 4)
     tma_load(grid.gradients.rows, [2 * block, 0], full, rings.rows.at(used))
 
 
 @gluon.jit
 def producer(rings, grid):
-    """Finds the program's tile and loads the queries and keys of the scores, with what belongs to the queries."""
+    """Finds the program's tile, and loads the queries and keys of its scores with the queries' numbers by row."""
     CHUNKS: gl.constexpr = rings.held.parts
     records = rings.tile
     publish_tile(records, grid)
@@ -150,7 +151,7 @@ def producer(rings, grid):
 
 @gluon.jit
 def value_producer(rings, grid):
-    """Loads dout and the values of dprobs."""
+    """Loads dout and values for dprobs."""
     CHUNKS: gl.constexpr = rings.held_v.parts
     records = rings.tile
     records.ring.wait(0)
@@ -176,7 +177,7 @@ def value_producer(rings, grid):
 
 @gluon.jit
 def gradient_producer(rings, grid):
-    """Loads what the gradient is made of."""
+    """Loads the ``adding`` chunks of the gradient."""
     records = rings.tile
     records.ring.wait(0)
     steps = num_steps(records, grid)
@@ -197,7 +198,7 @@ def gradient_producer(rings, grid):
 
 @gluon.jit
 def chunk_of(ring, used, c, CHUNKS: gl.constexpr):
-    """Chunk c of a step, where it can at an address that is recomputed in each: ``Ring.fixed_part`` says why."""
+    """Chunk c of a step, if possible at an address that is recomputed in each step, see ``Ring.fixed_part``."""
     if ring.stages == CHUNKS:
         return ring.fixed_part(0, c, used)
     else:
@@ -206,7 +207,7 @@ def chunk_of(ring, used, c, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def add_scores(x, held, passing, grid, ADDS: gl.constexpr):
-    """Starts the product of a chunk of keys with one of queries, or of values with dout: keys first."""
+    """Starts the product of chunks of keys and queries, or of values and dout: keys first."""
     if grid.tiles.OF == "q":
         return warpgroup_mma(passing, held.permute((1, 0)), x, use_acc=ADDS, is_async=True)
     else:
@@ -215,7 +216,7 @@ def add_scores(x, held, passing, grid, ADDS: gl.constexpr):
 
 @gluon.jit
 def start_sum(held, passing, used, x, grid, START: gl.constexpr, STOP: gl.constexpr):
-    """Starts the products of held chunks with those of a step from START on and before STOP, as they arrive."""
+    """Starts the products of held chunks and a step's chunks START ... STOP - 1, as they arrive."""
     CHUNKS: gl.constexpr = held.parts
     for c in gl.static_range(START, STOP):
         passing.wait(used * CHUNKS + c)
@@ -225,13 +226,13 @@ def start_sum(held, passing, used, x, grid, START: gl.constexpr, STOP: gl.conste
 
 @gluon.jit
 def finish_sum(x, held, passing, used, grid, AHEAD: gl.constexpr, LATER: gl.constexpr):
-    """The sum, of which the chunks before AHEAD were started, and then LATER other products.
+    """The sum, if its chunks before AHEAD were started, and LATER other products after them.
 
-    The others are started once there is room for them: each chunk is released when its product is done.
+    The other chunks' products are started once there is room: each chunk is released when its product is complete.
     """
     CHUNKS: gl.constexpr = held.parts
     for c in gl.static_range(CHUNKS):
-        # Products that may be under way when that of chunk c is done.
+        # The number of products that may be under way when the product of chunk c is complete.
         x = warpgroup_mma_wait(min(AHEAD, CHUNKS - c) - 1 + (LATER if c < AHEAD else 0), deps=[x])
         passing.release(used * CHUNKS + c)
         if c + AHEAD < CHUNKS:
@@ -241,7 +242,7 @@ def finish_sum(x, held, passing, used, grid, AHEAD: gl.constexpr, LATER: gl.cons
 
 @gluon.jit
 def own_zeros(grid, WARPGROUP: gl.constexpr):
-    """A warpgroup's accumulators, one for every second chunk, 0."""
+    """A warpgroup's zero accumulators, one for every second chunk."""
     accs = ()
     for _ in gl.static_range(WARPGROUP, grid.tiles.NUM_OWN, 2):
         accs = also(accs, zero_accumulator(BLOCK, grid.tiles.CHUNK_OWN))
@@ -250,14 +251,14 @@ def own_zeros(grid, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def start_own(a, ring, used, accs, i: gl.constexpr):
-    """Starts the product of what has been handed over with a warpgroup's chunk i of a step."""
+    """Starts the product of the passed-on operand and a warpgroup's chunk i of a step."""
     ring.wait(used * len(accs) + i)
     return warpgroup_mma(a, chunk_of(ring, used, i, len(accs)), accs[i], is_async=True)
 
 
 @gluon.jit
 def add_own(a, ring, used, accs):
-    """Starts the products of what has been handed over with a warpgroup's chunks of a step."""
+    """Starts the products of the passed-on operand and a warpgroup's chunks of a step."""
     started = ()
     for i in gl.static_range(len(accs)):
         started = also(started, start_own(a, ring, used, accs, i))
@@ -266,7 +267,7 @@ def add_own(a, ring, used, accs):
 
 @gluon.jit
 def finish_own(accs, ring, used):
-    """The sums; each chunk is released once its product is done."""
+    """The sums. Each chunk is released once its product is complete."""
     for i in gl.static_range(len(accs)):
         accs = wait_for_products(accs, len(accs) - 1 - i)
         ring.release(used * len(accs) + i)
@@ -275,7 +276,7 @@ def finish_own(accs, ring, used):
 
 @gluon.jit
 def add_others(a, ring, used, accs):
-    """Adds the products with all of a warpgroup's chunks but the first, started before: one by one, as they arrive."""
+    """Adds the products with a warpgroup's chunks after the first, which was started before, as they arrive."""
     done = wait_for_products((accs[0],))
     for i in gl.static_range(1, len(accs)):
         done = done + wait_for_products((start_own(a, ring, used, accs, i),))
@@ -289,7 +290,7 @@ def rows_of_step(rings, step, grid, like):
     records = rings.tile
     OF_ROWS: gl.constexpr = grid.tiles.OF == "q"
     b, head, place = records.get(0, "sequence"), records.get(0, "head"), records.get(0, "place")
-    # For dq, bounds say nothing of a block of keys: each is masked.
+    # For dq there are no bounds for a block of keys: each is masked.
     cleared = (gl.to_tensor(FAR), gl.to_tensor(0))
     key, row = step.place, place
     if not OF_ROWS:
@@ -305,7 +306,7 @@ def rows_of_step(rings, step, grid, like):
 
 @gluon.jit
 def rows_use(used, grid):
-    """The use of ``rows`` of a step."""
+    """The use of ``rows`` for a step."""
     if grid.tiles.OF == "q":
         return used * 0
     else:
@@ -314,7 +315,7 @@ def rows_use(used, grid):
 
 @gluon.jit
 def score(s, rings, step, used, grid, mod):
-    """``probabilities`` of a step's products."""
+    """``probabilities`` from a step's products."""
     kept, rows = rows_of_step(rings, step, grid, s)
     pairs = pairs_of(kept, rows, s, grid)
     fetched = mod.fetch(pairs, s, grid.call.mods)
@@ -324,7 +325,7 @@ def score(s, rings, step, used, grid, mod):
 
 @gluon.jit
 def dscores_operand(buffer, grid):
-    """The gradients of scores as the left operand: rows or keys first, as the tile is."""
+    """The gradients of scores as the left operand: rows or keys first, like the tile."""
     if grid.tiles.OF == "q":
         return buffer.permute((1, 0))
     else:
@@ -346,7 +347,7 @@ def hand_factors(s, rings, step, used, grid, mod):
 
 @gluon.jit
 def scorer(rings, grid, mod):
-    """The warpgroup that makes the scores of a tile of dq or dk, a step ahead of its chunks of the gradient."""
+    """The warpgroup that computes the scores for a tile of dq or dk, one step ahead of its chunks of the gradient."""
     AHEAD: gl.constexpr = min(grid.tiles.CHUNKS, rings.held.parts)
     records = rings.tile
     zeros = score_zeros(grid)
@@ -367,7 +368,7 @@ def scorer(rings, grid, mod):
         ds = dscores_operand(rings.dscores.at(used), grid)
         first = start_own(ds, rings.adding[0], used, accs, 0)
         s = finish_sum(s, rings.held, rings.passing, used + 1, grid, AHEAD, 1)
-        # Started before the last scores, unless all of these were ahead of it.
+        # This product was started before the last scores, unless all of the scores' products were started ahead of it.
         if rings.held.parts == AHEAD:
             first = warpgroup_mma_wait(0, deps=[first])
         rings.adding[0].release(used * len(accs))
@@ -386,7 +387,7 @@ def scorer(rings, grid, mod):
 
 @gluon.jit
 def dscores_step(rings, used, dp, accs, grid, HAS_NEXT: gl.constexpr):
-    """What a step adds to the follower's chunks; and the next step's dprobs, if it HAS_NEXT."""
+    """Adds a step's share to the follower's chunks; returns the next step's dprobs too, if it HAS_NEXT."""
     AHEAD: gl.constexpr = min(grid.tiles.CHUNKS_V, rings.held_v.parts)
     delta = rings.rows.at(rows_use(used, grid)).slice(1, 1)
     rings.rows.wait(rows_use(used, grid))
@@ -417,7 +418,7 @@ def dscores_step(rings, used, dp, accs, grid, HAS_NEXT: gl.constexpr):
 
 @gluon.jit
 def follower(rings, grid):
-    """The warpgroup that makes the gradients of the scores, and the other chunks of dq or dk."""
+    """The warpgroup that computes the gradients of scores, and the other chunks of dq or dk."""
     AHEAD: gl.constexpr = min(grid.tiles.CHUNKS_V, rings.held_v.parts)
     records = rings.tile
     accs = own_zeros(grid, 1)
@@ -437,7 +438,7 @@ def follower(rings, grid):
 
 @gluon.jit
 def value_scorer(rings, grid, mod):
-    """The warpgroup that makes the probabilities of a tile of dv: a step ahead of its chunks of the gradient."""
+    """The warpgroup that computes the probabilities for a tile of dv, one step ahead of its chunks of the gradient."""
     AHEAD: gl.constexpr = min(grid.tiles.CHUNKS, rings.held.parts)
     records = rings.tile
     zeros = score_zeros(grid)
@@ -482,7 +483,7 @@ def hand_probabilities(s, rings, step, used, grid, mod):
 
 @gluon.jit
 def value_follower(rings, grid):
-    """The warpgroup of the other chunks of dv."""
+    """The warpgroup that computes the other chunks of dv."""
     records = rings.tile
     accs = own_zeros(grid, 1)
     records.ring.wait(0)
@@ -501,7 +502,7 @@ def value_follower(rings, grid):
 def store_own(accs, rings, grid, WARPGROUP: gl.constexpr):
     """Stores a warpgroup's chunks of the gradient, if there is a tile.
 
-    Each leaves through the buffer of the same chunk of the last step.
+    Each chunk is stored from the buffer of the same chunk in the last step.
     """
     records = rings.tile
     if grid.gradients.scale is not None:
@@ -517,7 +518,7 @@ def store_own(accs, rings, grid, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def store_chunk(acc, buffer, rows, place, grid, CHUNK: gl.constexpr):
-    """Starts the stores of a chunk, a box at a time, through a buffer that it fills twice if it is float32."""
+    """Starts the stores of a chunk, box by box, from a buffer that it fills twice if it is float32."""
     out = grid.gradients.out
     WIDTH: gl.constexpr = out.block_type.shape[4 if grid.call.q.PACKED else 3]
     COLS: gl.constexpr = buffer.shape[1]
@@ -525,7 +526,7 @@ def store_chunk(acc, buffer, rows, place, grid, CHUNK: gl.constexpr):
     parts = pieces(acc.to(out.dtype), WIDTH)
     for i in gl.static_range(len(parts)):
         if i % BOXES == 0:
-            # The one before may be the same buffer.
+            # The store before may have used the same buffer.
             tma_store_wait(0)
         box = box_of(buffer, i % BOXES * BOX, BOX)
         as_tile(box, out.dtype, WIDTH).store(parts[i])

@@ -1,11 +1,11 @@
 """Attention forward for Hopper with head dimensions up to 512: two warpgroups share the columns of 64 rows.
 
 A float32 accumulator of 64 rows by 512 columns takes the registers of two warpgroups. The scorer computes the scores,
-the softmax and the left columns, with probabilities from registers; it leaves the probabilities, and the factors by
-which rows are rescaled, in shared memory for the follower, which computes the right columns. One warp finds tiles, one
-loads by TMA. Chunks of a block's keys are released one by one while the products of the next ones run, so that each has
-most of a step to be loaded again; the scores of a block are started before the product of the block before it with its
-values.
+the softmax and the left columns, with probabilities from registers. It leaves the probabilities, and the factors by
+which rows are rescaled, in shared memory for the follower, which computes the right columns. One warp finds tiles, and
+one loads by TMA. Chunks of a block's keys are released one by one while the next chunks' products run, so that each
+chunk has most of a step to be loaded again. A block's scores are started before the product of the block before with
+its values.
 """
 
 from triton.experimental import gluon
@@ -25,7 +25,7 @@ def big_heads_forward(call, output, schedule, columns):
     """Attention of every tile; one program per SM.
 
     Args:
-        call: As ``forward.kernel.attention_forward`` takes it.
+        call: As in ``forward.kernel.attention_forward``.
         output: Likewise.
         schedule: Likewise.
         columns: ``records.Columns``.

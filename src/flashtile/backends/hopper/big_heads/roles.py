@@ -1,6 +1,6 @@
 """The roles of the forward with big heads: a producer of one warp, a scorer and a follower of a warpgroup each."""
 
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
@@ -39,12 +39,12 @@ from flashtile.backends.hopper.forward.softmax_step import (
 
 @aggregate
 class Rings:
-    """What the roles hand each other.
+    """The channels between the roles.
 
-    A tile of queries is one use of ``queries``, of several chunks, which later hold the output. Chunk c of a block of
-    keys is a use of ``keys`` of its own. A block of values is a use of ``left``, for the scorer, and of ``right``.
-    Block i of a program is use i + t of ``probs`` with t tiles before it, as each tile's last use hands over what its
-    output is multiplied with; ``factors`` go with them, and with that one ``lse``.
+    A tile of queries is one use of ``queries``, with several chunks, which later hold the output. Each chunk of a block
+    of keys is a separate use of ``keys``. A block of values is a use of ``left``, for the scorer, and of ``right``.
+    Block i of a program is use i + t of ``probs``, with t tiles before it, because each tile's last use passes on the
+    factor of its output. Each use of ``probs`` has ``factors``, and each tile's last use has ``lse``.
     """
 
     tiles: Records
@@ -59,9 +59,9 @@ class Rings:
 
 @gluon.jit
 def producer(rings, call, schedule, columns):
-    """Loads each tile's queries, and its key and value blocks, the first ones first: values after the next keys.
+    """Loads each tile's queries, and its key and value blocks from the first to the last: values after the next keys.
 
-    So programs whose tiles end at different keys, under a causal mask, read the same ones at the same time.
+    So programs with tiles that end at different keys, under a causal mask, read the same keys at the same time.
     """
     RIGHT: gl.constexpr = call.v.BLOCK_DIM - columns.LEFT
     records = rings.tiles
@@ -145,7 +145,7 @@ def start_chunks(rings, tiles, used, x):
 
 @gluon.jit
 def finish_chunks(s, rings, used, PENDING: gl.constexpr):
-    """The scores, PENDING products having been started after them; each chunk is released once its product is done."""
+    """The scores, if PENDING products were started after them. Each chunk is released once its product is complete."""
     CHUNKS: gl.constexpr = rings.queries.parts
     for c in gl.static_range(CHUNKS):
         s = warpgroup_mma_wait(PENDING + CHUNKS - 1 - c, deps=[s])
@@ -209,7 +209,7 @@ def scorer(rings, call, output, schedule, columns, mod):
             row_sum = compute_before_wait(row_sum * sum_factor[:, None] + thread_sums(e))
             accs = wait_for_products(accs)
             rings.left[0].release(used)
-            # Not before that: the product under way still reads the registers of the last ones.
+            # This must not come earlier: the product under way still reads the registers of the last probabilities.
             probs = compute_before_fence(operand(p, like))
             used += 1
         accs = rescale_rows(accs, factor)
@@ -234,7 +234,7 @@ def scorer(rings, call, output, schedule, columns, mod):
 
 @gluon.jit
 def rising(loop):
-    """The same blocks from the first to the last: ``n_block`` and ``n_block_min`` change places."""
+    """A loop over the same blocks from the first to the last: ``n_block`` and ``n_block_min`` are exchanged."""
     return KeyLoop(
         loop.is_tile, loop.n_block_min, loop.n_block, loop.n_full_min, loop.n_full_max, loop.skipped, loop.first_keys,
         loop.last_keys, loop.slope, loop.read, loop.n_partial_max, loop.cipher, loop.bits,
@@ -243,7 +243,7 @@ def rising(loop):
 
 @gluon.jit
 def follower(rings, call, output, schedule, columns):
-    """The warpgroup of the right columns."""
+    """The warpgroup that computes the right columns."""
     RIGHT: gl.constexpr = call.v.BLOCK_DIM - columns.LEFT
     records = rings.tiles
     tiles = 0
@@ -278,7 +278,7 @@ def follower(rings, call, output, schedule, columns):
 
 @gluon.jit
 def add_shared(probs, v_rings, use, accs):
-    """Starts the products of probabilities in shared memory with values, one a part."""
+    """Starts the products of probabilities in shared memory and values, one for each part."""
     started = ()
     for i in gl.static_range(len(accs)):
         started = also(started, warpgroup_mma(probs, v_rings[i].at(use), accs[i], is_async=True))
@@ -289,8 +289,8 @@ def add_shared(probs, v_rings, use, accs):
 def store_half(rings, accs, scale, lse, tiles, call, output, schedule, FIRST: gl.constexpr, COLS: gl.constexpr):
     """Writes COLS columns of a tile's output from FIRST on; returns lse, merged with a partial result if there is one.
 
-    They leave through the buffers of the tile's queries, which nobody reads any more: the scorer's through the first
-    ones, the follower's through the others, in turn if there are more pieces than buffers.
+    They are stored from the buffers of the tile's queries, which are no longer read: the scorer's from the first
+    buffers and the follower's from the others, in turn if there are more pieces than buffers.
     """
     records = rings.tiles
     where = query_rows(records, tiles, call)
@@ -301,7 +301,7 @@ def store_half(rings, accs, scale, lse, tiles, call, output, schedule, FIRST: gl
     else:
         out, lse = join_partial(accs, scale, lse, where, records.get(tiles, "row"), call, output, schedule, FIRST, COLS)
     if output.desc is not None:
-        # The 64 columns of queries from which on the follower's are.
+        # The number of the first 64 columns of queries that are the follower's buffers.
         MIDDLE: gl.constexpr = max(call.q.BLOCK_DIM // 64 * (FIRST or COLS) // call.v.BLOCK_DIM, 1)
         START: gl.constexpr = MIDDLE if FIRST else 0
         OWN: gl.constexpr = call.q.BLOCK_DIM // 64 - MIDDLE if FIRST else MIDDLE
@@ -338,6 +338,6 @@ def store_lse(lse, records, tiles, call, output, schedule):
     positions, heads = queries_of(records, tiles, gl.arange(0, schedule.BLOCK_M, lse.type.layout), call, schedule, 0)
     at = positions
     if schedule.PACK_GQA:
-        # lse has seqlen_q numbers a head.
+        # lse has seqlen_q numbers for each head.
         at += heads * call.queries.length
     gl.store(lse_at(output.lse, where, at, call, output.LSE_PARTS), lse, mask=positions < where.length)

@@ -1,6 +1,6 @@
 """The roles of the decode for wide groups: a scheduler and a producer, a warp each, and consumers, a warpgroup each."""
 
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

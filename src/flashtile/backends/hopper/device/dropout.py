@@ -1,9 +1,9 @@
 """Dropout on the fragments of WGMMA accumulators, rows first or keys first.
 
-Rows and keys that share a counter, eight apart (``core.philox``), lie in one thread: no number moves between threads.
+One thread holds the rows and keys that share a counter, eight apart (``core.philox``): no number moves between threads.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -13,7 +13,7 @@ from flashtile.backends.hopper.device.inline_ptx import select_at_least
 
 @gluon.jit
 def draw(like, pairs, cipher, call):
-    """The words of all counters of a block, () without dropout: what takes time, and needs no product."""
+    """The words of all counters of a block; () without dropout. This takes the time, and needs no product."""
     if call.mods.dropout.rng_state_ptr is None:
         return ()
     else:
@@ -28,7 +28,7 @@ def draw(like, pairs, cipher, call):
 
 @gluon.jit
 def thinned(x, words, call, fill, KEYS_FIRST: gl.constexpr = False):
-    """A block in float32, but ``fill`` where dropout drops; ``x`` itself without dropout. words: those of ``draw``."""
+    """A float32 block with ``fill`` where dropout drops; ``x`` itself without dropout. words: results of ``draw``."""
     if len(words) == 0:
         return x
     else:
@@ -37,11 +37,11 @@ def thinned(x, words, call, fill, KEYS_FIRST: gl.constexpr = False):
 
 @gluon.jit
 def numbers(words, like, KEYS_FIRST: gl.constexpr):
-    """Each pair's number, in the upper half of 32 bits whose lower half is any, in the layout of ``like``."""
+    """One 16-bit random number per score, in the high half of an int32 (low half undefined), in like's layout."""
     M: gl.constexpr = like.shape[0]
     N: gl.constexpr = like.shape[1]
     first, second = words
-    # Along and across by the bits of value 8: 00, 10, 01, 11.
+    # The order, along and across, by the bits of value 8: 00, 10, 01, 11.
     if KEYS_FIRST:
         four = gl.join(gl.join(first << 16, first), gl.join(second << 16, second))
     else:
@@ -52,7 +52,7 @@ def numbers(words, like, KEYS_FIRST: gl.constexpr):
 
 @gluon.jit
 def quarter(x):
-    """[M, N] -> [M // 2, N // 2], without the places whose bit of value 8 is set."""
+    """[M, N] -> [M // 2, N // 2], without places that have the bit of value 8 set."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
     eights = gl.permute(gl.reshape(x, [M // 16, 2, 8, N // 16, 2, 8]), (0, 2, 3, 5, 1, 4))

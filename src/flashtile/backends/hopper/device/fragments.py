@@ -1,10 +1,10 @@
 """Operations on a WGMMA accumulator's fragments, without data movement between threads.
 
-Four threads hold a row, and column c belongs to thread c // 2 % 4 of them: seen as [M, N // 8, 4, 2], an accumulator
+Four threads hold a row, and thread c // 2 % 4 of them holds column c. Seen as [M, N // 8, 4, 2], an accumulator
 has its threads along dimension 2 and each thread's own columns along 1 and 3.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -14,7 +14,7 @@ from flashtile.backends.hopper.device.inline_ptx import least_integers
 
 @gluon.jit
 def thread_sums(x):
-    """[M, N] -> [M, 4]: each thread's sums of the columns it holds; the four are added at the end of a tile."""
+    """[M, N] -> [M, 4]: each thread's sums of its columns; the four sums are added at the end of a tile."""
     return gl.sum(gl.sum(by_thread(x), 3), 1)
 
 
@@ -22,10 +22,12 @@ def thread_sums(x):
 def row_tops(x, row_max, scale, shift):
     """[M, N] -> [M]: the maximum of ``x * scale + shift``, meaningful only above ``row_max`` (-inf: none so far).
 
-    ``scale`` > 0; ``shift`` is () or ([M, 4],), each thread's.
+    ``scale`` > 0; ``shift`` is () or ([M, 4],), one for each thread.
 
-    The maximum is taken on int32 bits: Hopper has a three-input integer max and none for floats. That is right if a row
-    has a number >= 0, now or in ``row_max``; rows that are all negative use the integer minimum, computed on demand.
+    The maximum is taken over int32 bits: Hopper has an integer maximum of three inputs and none for floats. This is
+        right if
+    a row has a number >= 0, now or in ``row_max``. Rows with only negative numbers use the integer minimum, which is
+    computed on demand.
     """
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
@@ -64,13 +66,13 @@ def by_thread(x):
 
 @gluon.jit
 def as_before(t, x):
-    """[M, N // 8, 4, 2] in the shape and layout of ``x``."""
+    """[M, N // 8, 4, 2] converted to the shape and layout of ``x``."""
     return gl.convert_layout(gl.reshape(t, x.shape), x.type.layout)
 
 
 @gluon.jit
 def thread_start(x):
-    """([M, 1] row, [1, 4] first column) of a thread's fragment of ``x``."""
+    """([M, 1] row, [1, 4] first column) for a thread's fragment of ``x``."""
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(x).type.layout))
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
     return rows[:, None], 2 * gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
@@ -78,7 +80,7 @@ def thread_start(x):
 
 @gluon.jit
 def from_thread_column(numbers, x):
-    """[M] column numbers -> [M, 4]: the same, counted from the first column of ``x`` that the thread holds."""
+    """[M] column numbers -> [M, 4]: the same columns, counted from the first column of ``x`` that the thread holds."""
     _, first = thread_start(x)
     layout: gl.constexpr = gl.SliceLayout(1, first.type.layout)
     return gl.convert_layout(numbers, layout)[:, None] - first
@@ -86,7 +88,7 @@ def from_thread_column(numbers, x):
 
 @gluon.jit
 def thread_columns(x):
-    """[1, N // 8, 1, 2]: the columns of ``x`` from the first one that the thread holds; they become immediates."""
+    """[1, N // 8, 1, 2]: columns of ``x``, counted from the thread's first column; they become immediates."""
     layout: gl.constexpr = by_thread(x).type.layout
     eights = gl.arange(0, x.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     pairs = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
@@ -97,7 +99,7 @@ def thread_columns(x):
 def keep_columns(x, first, last, fill, HAS_FIRST: gl.constexpr, HAS_LAST: gl.constexpr):
     """[M, N] x, ``fill`` outside the columns ``first`` to ``last`` of each row (``from_thread_column``).
 
-    A thread compares one number per row and bound with immediates.
+    A thread compares one number for each row and bound with immediates.
     """
     t = by_thread(x)
     cols = thread_columns(x)
@@ -110,16 +112,16 @@ def keep_columns(x, first, last, fill, HAS_FIRST: gl.constexpr, HAS_LAST: gl.con
 
 @gluon.jit
 def keep_intervals(x, interval, pairs, count, first_column, first_row, fill):
-    """[M, N] x, ``fill`` where the element of a row is not in the interval of the element of a column.
+    """[M, N] x, ``fill`` where a row's element is not in the interval of a column's element.
 
     Args:
         x: A block of ``Pairs``, rows or keys first.
-        interval: ``gpu.device.records.Interval`` of the columns' elements.
-        pairs: The sequence and the head.
-        count: Sequences; rows past the last packed one are of none.
-        first_column: The first column's element.
-        first_row: The first row's.
-        fill: See above.
+        interval: ``gpu.device.records.Interval`` for the columns' elements.
+        pairs: The block's ``Pairs``, with the sequence and the head.
+        count: Number of sequences; rows past the last packed sequence belong to none.
+        first_column: The element of the first column.
+        first_row: The element of the first row.
+        fill: The number outside of intervals.
     """
     t = by_thread(x)
     row, col = thread_start(x)

@@ -1,12 +1,11 @@
-"""Users' functions on a block of ``mods.Pairs``: printed mods, whose protocol is that of ``flashtile.mods.printed``.
+"""Users' functions on a block of ``mods.Pairs``: printed mods, with the protocol of ``flashtile.mods.printed``.
 
-A score mod is the first of the scores' transforms, a mask mod the last of the masks. What they read of a head and of
-rows is read once a tile where a tile has the same rows for all of its blocks, as the forward's do; what they load by
-key or pair, while the block's product runs. But with lists a mask mod reads and loads in partial blocks alone, when
-it is asked.
+A score mod is the first transform of the scores, and a mask mod is the last mask. Their loads by head and by row happen
+once a tile if all blocks of a tile have the same rows, as in the forward. Their loads by key or pair happen while the
+block's product runs. With lists, however, a mask mod loads only in partial blocks, when it is called.
 """
 
-# ruff: noqa: RET505, RUF005 - Triton compiles what stands after a return, decided or not; for tuples see fetch.
+# ruff: noqa: RET505, RUF005 - Triton compiles code after a return, even if it is decided; for tuples see fetch.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -17,7 +16,7 @@ from flashtile.backends.hopper.device.inline_ptx import keep_by_bits
 
 @gluon.constexpr_function
 def has_score_mod(names):
-    """Whether a score mod of the user's is among ``Mods.SCORES``."""
+    """Whether a user's score mod is among ``Mods.SCORES``."""
     return "score_mod" in names.split()
 
 
@@ -29,7 +28,7 @@ def has_mask_mod(names):
 
 @gluon.constexpr_function
 def reads(scores, masks, lists):
-    """Whether what some function reads is read before it is asked."""
+    """Whether some function's loads happen before it is called."""
     return has_score_mod(scores) or (has_mask_mod(masks) and lists is None)
 
 
@@ -55,10 +54,11 @@ def along(layout, dim, rank):
 
 @gluon.jit
 def distances(pairs, x):
-    """[M, N]: how far a pair's key is before its row; and that of the first pair, and two parts of what it is more.
+    """[M, N] distances ``row - key``; the first pair's distance; and two parts of each difference to the first one.
 
-    As what a thread has of its own plus constants, so that the compiler finds equal ones: a row and 8 rows on, of a
-    column and 8 columns on, are as far apart, and what follows from that is computed once for both.
+    The distance is a sum of a thread's own part and constants, so that the compiler finds equal ones: a row and the row
+    8 after it have the same distance to a column and the column 8 after it, so values of the distance are computed
+    once.
     """
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
@@ -84,14 +84,14 @@ def _as_block(t, x):
 
 @gluon.jit
 def at_pairs(pairs, x):
-    """Where a block like ``x`` lies, for the functions."""
+    """The ``At`` of a block like ``x``, for the functions."""
     i, j = positions(pairs, x)
     return At(pairs.b, pairs.head, i, i, j, pairs.seqlen_q, pairs.seqlen_k, distances(pairs, x))
 
 
 @gluon.jit
 def of_tile(mods, b, h, i):
-    """What each function reads of a head and of its rows i: ((of the head, of the rows), ...)."""
+    """Each function's loads for a head and for its rows i: ((of the head, of the rows), ...)."""
     read = ()
     if has_score_mod(mods.SCORES):
         read = read + (_of_tile(mods.scores[0], At(b, h, i, i, None, None, None, ())),)
@@ -109,7 +109,7 @@ def _of_tile(mod, at):
 
 @gluon.jit
 def fetch(mods, pairs, x):
-    """What each function loads for a block like ``x``.
+    """Each function's loads for a block like ``x``.
 
     Tuples are added here, not by ``parts.also`` (``gpu.device``: tuples).
     """
@@ -127,14 +127,14 @@ def fetch(mods, pairs, x):
 
 @gluon.jit
 def bits_at(lists, first, position, own, TILE: gl.constexpr):
-    """(where a row of 64 elements by TILE has its bits, how many bits of each number are other elements').
+    """(the place of the bits for a row of 64 elements by TILE, the number of other elements' low bits in each number).
 
     Args:
         lists: ``Lists`` with bits.
-        first: ``lists.bits_of``.
-        position: Of a tile of the other side in its list.
+        first: The result of ``lists.bits_of``.
+        position: The position of the other side's tile in its list.
         own: The first element of this side.
-        TILE: Elements of such a tile.
+        TILE: Elements of the other side's tile.
     """
     SPLIT: gl.constexpr = lists.OTHER // TILE
     at = first + position // SPLIT * (lists.BLOCK * lists.OTHER // 32) + own % lists.BLOCK * 4
@@ -147,7 +147,7 @@ def bits_at(lists, first, position, own, TILE: gl.constexpr):
 
 @gluon.jit
 def _load_bits(lists, pairs, x):
-    """[M, 4]: the bits of each thread's elements, none but of partial blocks."""
+    """[M, 4]: the bits of each thread's elements; 0 except in partial blocks."""
     row, col = thread_start(x)
     return gl.load(lists.items + pairs.bits[0] + (row * 4 + col // 2), mask=pairs.is_partial, other=0) >> pairs.bits[1]
 
@@ -166,21 +166,21 @@ def _fetch(mod, read, pairs, x):
 
 @gluon.jit
 def score(s, mods, pairs, fetched):
-    """What the score mod makes of scores, in natural units."""
+    """The score mod applied to scores, in natural units."""
     head, rows = pairs.read[0]
     return mods.scores[0].function(s, fetched, mods.scores[0].operands, head, rows, at_pairs(pairs, s))
 
 
 @gluon.jit
 def linear(s, mods, pairs, fetched):
-    """(``score``, its derivative by s), of a score mod whose derivative is not 1."""
+    """(``score``, its derivative by s), for a score mod with a derivative other than 1."""
     head, rows = pairs.read[0]
     return mods.scores[0].linear(s, fetched, mods.scores[0].operands, head, rows, at_pairs(pairs, s))
 
 
 @gluon.jit
 def select(x, mods, pairs, fetched, fill):
-    """The block, ``fill`` where the mask mod or bits of lists drop a pair; fetched: what it loads is the last."""
+    """The block, ``fill`` where the mask mod or bits of lists drop a pair; the mask mod's loads are fetched's last."""
     if mods.band.lists is not None:  # noqa: SIM102 compile-time conditions
         if mods.band.lists.BITS:  # noqa: SIM102
             if pairs.is_partial:

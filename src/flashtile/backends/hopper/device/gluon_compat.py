@@ -1,4 +1,4 @@
-"""The Gluon names that differ between Triton releases, under one name each (3.6.0, 3.7.1 and 3.9.0 are tried)."""
+"""One name each for Gluon's names that differ between Triton releases (3.6.0, 3.7.1 and 3.9.0 are tried)."""
 
 from typing import TypeVar, dataclass_transform
 
@@ -12,7 +12,7 @@ from triton.language import core
 
 T = TypeVar("T")
 
-# Renamed after 3.7; the old names raise in 3.9.
+# These were renamed after 3.7; the old names raise in 3.9.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
@@ -20,7 +20,7 @@ copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else asy
 arrive_after_copies = async_copy.mbarrier_arrive
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
-# Public from 3.9 on; before, the operation is there without a name.
+# Public from 3.9 on; earlier releases have the operation without a name.
 if hasattr(tma, "async_atomic_add"):
     tma_add = tma.async_atomic_add
 else:
@@ -34,8 +34,8 @@ else:
 
 @dataclass_transform()
 def aggregate(cls: type[T]) -> type[T]:
-    """Makes a class of annotated fields a value of device code, constructed from its fields in their order."""
-    # Public from 3.9 on, and with such a constructor.
+    """Makes a class with annotated fields a value in device code, constructed from its fields in order."""
+    # Public from 3.9 on, with such a constructor.
     if hasattr(triton, "aggregate"):
         return triton.aggregate(cls)
 
@@ -58,7 +58,7 @@ def tma_put(desc, at, box, ADDS: gl.constexpr):
         tma_store(desc, at, box)
 
 
-# Public from 3.9 on, and renamed with that.
+# Public from 3.9 on, and renamed.
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
@@ -76,7 +76,7 @@ else:
 
 @gluon.jit
 def as_box(buffer, desc):
-    """A two-dimensional tile in the shape of a descriptor's box, whose other sides are 1."""
+    """A two-dimensional tile in the shape of a descriptor's box, with 1 for the other dimensions."""
     shape: gl.constexpr = desc.block_type.shape
     layout: gl.constexpr = desc.layout
     return seen_as(buffer, desc.dtype, shape, layout)

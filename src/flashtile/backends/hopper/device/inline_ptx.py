@@ -1,6 +1,6 @@
-"""What tensor operations cannot say, in PTX: hints to ptxas, votes, conditional rescale, named barriers, 8 bits."""
+"""PTX for what tensor operations cannot express: ptxas hints, votes, conditional rescale, named barriers, 8 bits."""
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 def _rescale_ptx(pack):
     """Multiplies ``pack`` elements ($pack ...) by their factors ($2 * pack ...) where flags ($3 * pack ...) are not 0.
 
-    Elements come in pairs of neighbours, of a thread's one row and its other one in turn.
+    Elements come in pairs of neighbours, in turn from a thread's first row and from its other row.
     """
     products = ["", ""]
     for i in range(pack):
@@ -40,7 +40,7 @@ _NOT_BELOW_MINUS_1 = gl.constexpr(
 def compute_before_wait(x):
     """X >= 0, two elements a thread, unchanged: a branch never taken stops ptxas from hoisting wgmma.wait above it.
 
-    Else the wait for the product with the values would come before the exponentials that should run under it.
+    Otherwise the wait for the product with values would come before the exponentials that should run during it.
     """
     return gl.inline_asm_elementwise(_NOT_BELOW_MINUS_1, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
@@ -53,13 +53,13 @@ _NO_SUCH_NAN = gl.constexpr(
 
 @gluon.jit
 def compute_before_barrier(x):
-    """``compute_before_wait`` for float32 x of either sign and a barrier: it tests for a NaN that never occurs."""
+    """``compute_before_wait`` for float32 x of either sign and a barrier; it tests for a NaN that never occurs."""
     return gl.inline_asm_elementwise(_NO_SUCH_NAN, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit
 def compute_before_fence(x):
-    """Any x of 16 bits: keeps its conversion ahead of the next wgmma fence, behind which LLVM would move it."""
+    """Any x of 16 bits, unchanged: keeps its conversion before the next wgmma fence; LLVM would move it behind."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
@@ -70,7 +70,7 @@ _SELECT_AT_LEAST = gl.constexpr("{ .reg .pred p; setp.ge.u32 p, $2, $3; selp.f32
 def select_at_least(x, words, limit, fill):
     """X where words >= limit as unsigned, else fill; x float32.
 
-    Of a plain select, whose results are packed into 16 bits each, LLVM would make one of the packed halves.
+    If results are packed into 16 bits each, LLVM would turn a plain select into one of the packed halves.
     """
     return gl.inline_asm_elementwise(
         _SELECT_AT_LEAST, "=f,f,r,r,f", [x, words, limit, fill], dtype=gl.float32, is_pure=True, pack=1
@@ -82,7 +82,7 @@ _WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 
 @gluon.jit
 def widen(x):
-    """Numbers as float32: of bfloat16, where the compiler takes three operations for two numbers, in one each."""
+    """Numbers as float32. For bfloat16 it takes one operation a number; the compiler takes three for two numbers."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
     else:
@@ -108,7 +108,7 @@ def _least_ptx(count):
 def least_integers(numbers, signs):
     """The least of several int32 tensors, element by element, computed only by a warp with a negative one of ``signs``.
 
-    All of one shape, with two elements a thread.
+    All tensors have one shape, with two elements a thread.
     """
     return gl.inline_asm_elementwise(
         _least_ptx(len(numbers)), "=&r,=&r" + ",r" * (2 * len(numbers) + 2), (signs,) + numbers,  # noqa: RUF005
@@ -118,9 +118,9 @@ def least_integers(numbers, signs):
 
 @gluon.constexpr_function
 def _wait_ptx(group, strict):
-    """bar.sync of a named barrier per warpgroup, from 15 down: Triton numbers its own from 0 up.
+    """bar.sync on a named barrier for each warpgroup, from 15 down, because Triton numbers its own from 0 up.
 
-    If strict, adds an opaque zero, the upper two bits of the 64-bit clock, so that ptxas cannot move users of the
+    If strict, it adds an opaque zero, the upper two bits of the 64-bit clock, so that ptxas cannot move uses of the
     results above the barrier.
     """
     if not strict:
@@ -144,9 +144,9 @@ def _arrive_ptx(group, strict):
 
 @gluon.jit
 def pingpong_wait(x, GROUP: gl.constexpr, STRICT: gl.constexpr = False):
-    """Float32 x, two a thread, unchanged, after warpgroup GROUP's ping-pong barrier: the one before has arrived there.
+    """Float32 x, two a thread, unchanged, after the ping-pong barrier of warpgroup GROUP: the one before has arrived.
 
-    That orders WGMMAs, which ptxas keeps in place; STRICT: also arithmetic on x.
+    This orders WGMMAs, which ptxas does not move; with STRICT it also orders arithmetic on x.
     """
     ptx: gl.constexpr = _wait_ptx(GROUP, STRICT)
     return gl.inline_asm_elementwise(ptx, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
@@ -154,9 +154,9 @@ def pingpong_wait(x, GROUP: gl.constexpr, STRICT: gl.constexpr = False):
 
 @gluon.jit
 def pingpong_arrive(x, GROUP: gl.constexpr, STRICT: gl.constexpr = False):
-    """Float32 x, two a thread, unchanged: lets warpgroup GROUP past its ping-pong barrier, after all issued so far.
+    """Float32 x, two a thread, unchanged: lets warpgroup GROUP past its ping-pong barrier, after all that was issued.
 
-    STRICT: also once x is computed, which then must be >= 0.
+    STRICT: also after x is computed; x must then be >= 0.
     """
     ptx: gl.constexpr = _arrive_ptx(GROUP, STRICT)
     return gl.inline_asm_elementwise(ptx, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
@@ -169,13 +169,13 @@ def _keep_ptx(bits):
 
 @gluon.jit
 def keep(x, words, fill, BITS: gl.constexpr):
-    """Float32 x, ``fill`` where ``words & BITS`` is 0: here two instructions, from the compiler three."""
+    """Float32 x, ``fill`` where ``words & BITS`` is 0, in two instructions; the compiler would take three."""
     return gl.inline_asm_elementwise(_keep_ptx(BITS), "=f,f,r,f", [x, words, fill], gl.float32, True, 1)
 
 
 @gluon.constexpr_function
 def _bits_ptx(count, fill):
-    """Selections by bit, one row's after the other's, rising: so ptxas moves seven bits to predicates at once."""
+    """Selections by bit, row after row, from the lowest bit: ptxas then moves seven bits to predicates at once."""
     lines = ["{ .reg .pred p; .reg .b32 a;"]
     for row in range(2):
         for n in range(count // 2):
@@ -191,9 +191,9 @@ def _bits_constraints(count):
 
 @gluon.jit
 def keep_by_bits(t, words, COUNT: gl.constexpr, FILL: gl.constexpr):
-    """[M, COUNT // 4, 4, 2] of an accumulator ``by_thread``, FILL, of which the bits are given, where a bit is 0.
+    """[M, COUNT // 4, 4, 2], an accumulator ``by_thread``, with FILL (given as bits) where a bit is 0.
 
-    ``words`` [M, 4] have a bit for each element of a thread's row.
+    ``words`` [M, 4] have a bit for each element in a thread's row.
     """
     return gl.inline_asm_elementwise(
         _bits_ptx(COUNT, FILL), _bits_constraints(COUNT), [t, words[:, None, :, None]], gl.float32, True, COUNT
@@ -202,19 +202,19 @@ def keep_by_bits(t, words, COUNT: gl.constexpr, FILL: gl.constexpr):
 
 @gluon.jit
 def rescale(acc, factor, WIDTH: gl.constexpr):
-    """``acc * factor`` by rows; each warp skips those of its upper and of its lower 8 rows of which every factor is 1.
+    """``acc * factor`` by rows. Each warp skips its upper or lower 8 rows if all their factors are 1.
 
     Args:
-        acc: [64, WIDTH] float32 in the layout of a WGMMA accumulator of one warpgroup: WIDTH / 2 elements a thread.
+        acc: [64, WIDTH] float32 in the layout of one warpgroup's WGMMA accumulator: WIDTH / 2 elements a thread.
         factor: [64] float32 in the same layout's rows: 2 elements a thread.
         WIDTH: Columns, a power of two from 32 on.
 
     Returns:
-        The product. Each warp decides for itself, which tensor operations cannot express; a factor of 1 changes
-        nothing, so what a row gets does not depend on its warp.
+        The product. Each warp decides separately, which tensor operations cannot express. A factor of 1 changes
+        nothing, so a row's result does not depend on its warp.
     """
     needed = gl.inline_asm_elementwise(_VOTE, "=r,=r,r,r", [factor], dtype=gl.int32, is_pure=True, pack=2)
-    # Elements of one assembly; a thread of a wide tile runs it several times.
+    # Elements of one assembly block; for a wide tile a thread runs the block several times.
     PACK: gl.constexpr = min(WIDTH // 2, 64)
     return gl.inline_asm_elementwise(
         _rescale_ptx(PACK), _rescale_constraints(PACK), [acc, factor[:, None], needed[:, None]],
@@ -232,7 +232,7 @@ _FROM_E4M3 = gl.constexpr(
 
 @gluon.jit
 def from_e4m3(x):
-    """8-bit numbers, of which a thread holds four neighbours, as float32."""
+    """8-bit numbers as float32; a thread holds four neighbours."""
     return gl.inline_asm_elementwise(_FROM_E4M3, "=f,=f,=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=4)
 
 
@@ -247,7 +247,7 @@ _AS_BYTES = gl.constexpr("// four registers are 16 bytes")
 def packed(e):
     """[M, N] probabilities -> [M, N // 16, 4] int32: e4m3 numbers of a thread, in the order of ``blocks.ORDER``.
 
-    Words, since LLVM unpacks and repacks bytes that a loop carries.
+    The results are words, since LLVM unpacks and repacks bytes that a loop carries.
     """
     first, second = gl.split(e.reshape([e.shape[0], e.shape[1] // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)))
     x0, x2 = gl.split(first)
@@ -257,11 +257,11 @@ def packed(e):
 
 @gluon.jit
 def packed_operand(words, WIDTH: gl.constexpr):
-    """``packed`` words as WGMMA's left operand [M, N] of a product of WIDTH columns, with no data movement.
+    """``packed`` words as WGMMA's left operand [M, N] for a product of WIDTH columns, without data movement.
 
-    The assembly takes four words of a thread, which differ in the half of 16 rows (b0) and in the lowest bit of the
-    number of 16 keys (b1), for the 16 bytes of four tensors. So dimension 6 of ``z`` is b0, 7 is b1, and 4 and 1 tell
-    the bytes of a word.
+    The assembly takes four words of a thread, for the 16 bytes of four tensors. The words differ in the half of 16 rows
+    (b0), and in the lowest bit of the number of 16 keys (b1). So dimension 6 of ``z`` is b0 and 7 is b1; dimensions 4
+    and 1 distinguish the bytes of a word.
     """
     M: gl.constexpr = words.shape[0]
     N: gl.constexpr = 16 * words.shape[1]
@@ -277,9 +277,9 @@ def packed_operand(words, WIDTH: gl.constexpr):
 
 @gluon.jit
 def plus(acc, factor, t):
-    """The accumulator, its rows times their factors, plus a product.
+    """The accumulator, with rows multiplied by their factors, plus a product.
 
-    Not pure: LLVM would sink it behind the next block's barriers, where all products are live at once.
+    It is not declared pure: LLVM would move it behind the next block's barriers, where all products are live at once.
     """
     factor = gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
     return gl.inline_asm_elementwise(
@@ -295,8 +295,8 @@ _TIED = gl.constexpr(",".join(["=r"] * 16 + [str(i) for i in range(16)]))
 
 @gluon.jit
 def in_place(x):
-    """``compute_before_wait`` for 16 elements a thread: the branch tests for a NaN that no operation makes.
+    """``compute_before_wait`` for 16 elements a thread; the branch tests for a NaN that no operation makes.
 
-    Else ptxas delays all sums until all products are complete, and live.
+    Otherwise ptxas delays all sums until all products are complete and live.
     """
     return gl.inline_asm_elementwise(_IN_PLACE, _TIED, [x], dtype=gl.float32, is_pure=False, pack=16)

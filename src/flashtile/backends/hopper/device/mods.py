@@ -1,19 +1,19 @@
-"""The mods of a call, computed for Hopper: what is applied to q k^T before the softmax.
+"""The mods of a call, computed for Hopper: the operations on q k^T before the softmax.
 
-``gpu.device.mods`` says what they mean; kernels find them by their names. Softcap comes first. What is added to a score
-is a term, a record with
+``gpu.device.mods`` defines the mods; kernels find them by their names. Softcap comes first. Each summand of a score is
+a term, a record with
 
-    fetch(pairs, x)              what it loads for a block like x, while the block's product still runs
+        fetch(pairs, x)              its loads for a block like x, while the block's product still runs
     add(x, pairs, fetched, unit) x + unit * term
 
 and a mask has ``fetch`` and ``select``. ``Pairs`` says where a block lies, so one implementation serves the forward,
-whose blocks are rows by keys, and the backward, whose blocks are keys by rows. The derivative of a term is 1. In the
+with blocks of rows by keys, and the backward, with blocks of keys by rows. The derivative of a term is 1. In the
 forward without softcap the terms are the accumulator's initial value (``early``), so they are not added after the
 product.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
@@ -35,20 +35,21 @@ class Pairs:
     """A block of scores in the layout of a WGMMA accumulator: rows by keys, or keys by rows if ``keys_first``.
 
     Attributes:
-        b: Its sequence.
-        head: Its query head.
-        row: Its first row of the sequence.
-        key: Its first key of the sequence.
+        b: The block's sequence.
+        head: The block's query head.
+        row: The block's first row in the sequence.
+        key: The block's first key in the sequence.
         seqlen_q: Rows of the sequence.
         seqlen_k: Keys of the sequence.
         keys_first: Whether keys lie along dimension 0.
-        use: Its use of the rings of ``ScoreTiles``; this and what follows are the forward's alone.
-        is_tile: False after the last tile, when there is no block.
-        warpgroup: The one that computes it.
-        slope: ALiBi's.
-        read: ``functions.of_tile``.
-        is_partial: Whether the mask's function or bits are to decide about the block.
-        bits: Where those are, ``functions.bits_at``.
+        use: The block's use of the rings of ``ScoreTiles``; this and the following attributes are for the forward
+            alone.
+        is_tile: False after the last tile, where there is no block.
+        warpgroup: The warpgroup that computes the block.
+        slope: ALiBi's slope.
+        read: The result of ``functions.of_tile``.
+        is_partial: Whether the mask's function or bits decide in the block.
+        bits: The bits' place, from ``functions.bits_at``.
     """
 
     b: gl.tensor
@@ -68,7 +69,7 @@ class Pairs:
 
     @gluon.jit
     def distances(self, x):
-        """[M, 4] int32: key minus row position, in each row of ``x``, at the first column that the thread holds."""
+        """[M, 4] int32: key minus row position, for each row of ``x`` and the thread's first column."""
         row, col = thread_start(x)
         shift = self.seqlen_k - self.seqlen_q
         if self.keys_first:
@@ -82,10 +83,10 @@ class Alibi:
     """ALiBi: ``-slope * |row position - key|``.
 
     Attributes:
-        ptr: Slopes of (sequence, head).
+        ptr: Slopes by sequence and head.
         stride_b: 0 if sequences share them.
-        batch: Sequences.
-        one_sided: Whether no row keeps a key past its position, so that the absolute value is a difference.
+        batch: Number of sequences.
+        one_sided: Whether no row keeps a key past its position; the absolute value is then a difference.
     """
 
     ptr: gl.tensor
@@ -95,20 +96,20 @@ class Alibi:
 
     @gluon.jit
     def fetch(self, pairs, x):
-        """The head's slope. Rows past the last packed sequence have no key, and any slope will do."""
+        """The head's slope. Rows past the last packed sequence have no key, and any slope is right for them."""
         b = gl.minimum(pairs.b, self.batch - 1)
         return gl.load(self.ptr + gl.cast(b, gl.int64) * self.stride_b + pairs.head).to(gl.float32)
 
     @gluon.jit
     def add(self, x, pairs, slope, unit):
-        """A register per row and immediates for the columns."""
+        """Adds the term with one register for a row, and immediates for columns."""
         start = pairs.distances(x).to(gl.float32)
         cols = thread_columns(x).to(gl.float32)
         if pairs.keys_first:
             cols = -cols
         slope = slope * unit
         if self.one_sided:
-            # Not (start + cols) * slope: its 32 sums per row would take registers.
+            # Not (start + cols) * slope, because its 32 sums for each row would take registers.
             t = (by_thread(x) + (start * slope)[:, None, :, None]) + cols * slope
         else:
             t = by_thread(x) - gl.abs(start[:, None, :, None] + cols) * slope
@@ -121,7 +122,7 @@ class AlibiByMma:
 
     Attributes:
         alibi: The term.
-        columns: [N, 16] bfloat16 in shared memory: row n is n everywhere.
+        columns: [N, 16] bfloat16 in shared memory: all elements of row n are n.
     """
 
     alibi: Alibi
@@ -129,14 +130,14 @@ class AlibiByMma:
 
     @gluon.jit
     def ahead(self, pairs, x):
-        """(how far the block's first key is past its first row, the slope: negative if all keys are past all rows)."""
+        """(the block's first key minus its first row, the slope: negative if all keys are past all rows)."""
         first = pairs.key - pairs.row - (pairs.seqlen_k - pairs.seqlen_q)
         slope = pairs.slope if self.alibi.one_sided else gl.where(first < x.shape[0], pairs.slope, -pairs.slope)
         return first, slope
 
     @gluon.jit
     def start(self, x, pairs, unit, ADDS: gl.constexpr):
-        """Starts the product slope times column, plus ``x`` if it ADDS. The slope is split into three bfloat16."""
+        """Starts the product of slope and column, and adds ``x`` if it ADDS. The slope is split into three bfloat16."""
         layout: gl.constexpr = gl.DotOperandLayout(0, x.type.layout, 2)
         slope = self.ahead(pairs, x)[1] * unit
         high = slope.to(gl.bfloat16).to(gl.float32)
@@ -148,10 +149,10 @@ class AlibiByMma:
 
     @gluon.jit
     def rest(self, x, pairs, unit):
-        """(scores, [M, 4] what a row's scores still lack, in base 2, to be folded into the maximum)."""
+        """(scores, [M, 4] summands that a row's scores still lack, in base 2, to be added to the maximum)."""
         first, slope = self.ahead(pairs, x)
         start = pairs.distances(x)
-        # Decided when the kernel is compiled, and when it runs.
+        # The first condition is decided when the kernel is compiled, the second when it runs.
         if not self.alibi.one_sided:  # noqa: SIM102
             if (first < x.shape[0]) & (first > -x.shape[1]):
                 past = gl.maximum(start[:, None, :, None] + thread_columns(x), 0).to(gl.float32)
@@ -164,11 +165,11 @@ class ScoreTensor:
     """A bias or a mask over (batch, heads, rows, keys), in global memory, with stride 0 where it broadcasts.
 
     Attributes:
-        ptr: Its first element.
-        stride_b: In elements, like all strides.
-        stride_head: Between heads.
-        stride_row: Between rows.
-        stride_col: Between keys.
+        ptr: Address of the first element.
+        stride_b: Stride between sequences, in elements, like all strides.
+        stride_head: Stride between heads.
+        stride_row: Stride between rows.
+        stride_col: Stride between keys.
     """
 
     ptr: gl.tensor
@@ -196,7 +197,7 @@ class ScoreTensor:
 
     @gluon.jit
     def add(self, x, pairs, bias, unit):
-        """The block with the bias added, fused: see ``backward.roles.exponents``."""
+        """The block with the bias added in a fused operation; see ``backward.roles.exponents``."""
         return as_before(gl.fma(bias.to(gl.float32), unit, by_thread(x)), x)
 
     @gluon.jit
@@ -211,7 +212,7 @@ class ScoreTiles:
 
     Attributes:
         desc: Boxes of a warpgroup's rows and a block of keys, or of one row for all.
-        rings: A ring a warpgroup, or one for all if rows share it; uses are numbered as the keys' are.
+        rings: A ring for each warpgroup, or one for all if rows share it; uses have the numbers of the keys' uses.
         stride_b: 0 if sequences share it.
         stride_head: 0 if heads share it.
     """
@@ -223,12 +224,12 @@ class ScoreTiles:
 
     @gluon.jit
     def ring(self, WARPGROUP: gl.constexpr):
-        """That of a warpgroup's rows."""
+        """The ring for a warpgroup's rows."""
         return self.rings[min(WARPGROUP, len(self.rings) - 1)]
 
     @gluon.jit
     def start(self, b, head, row, key, use):
-        """Starts the load of a block; the producer's part."""
+        """Starts the load of a block; the producer calls it."""
         M: gl.constexpr = self.desc.block_type.shape[2]
         N: gl.constexpr = self.desc.block_type.shape[3]
         b, head = gl.where(self.stride_b == 0, 0, b), gl.where(self.stride_head == 0, 0, head)
@@ -239,12 +240,12 @@ class ScoreTiles:
 
     @gluon.jit
     def fetch(self, pairs, x):
-        """The block, [M, N], or [1, N] if all rows share it; of a mask, two keys a number."""
+        """The block, [M, N], or [1, N] if all rows share it; for a mask each number holds two keys."""
         ring = self.ring(pairs.warpgroup)
         ring.wait(pairs.use, pairs.is_tile)
         N: gl.constexpr = x.shape[1]
         if self.desc.dtype == gl.uint8:
-            # Two keys of a mask at a time.
+            # A mask's keys are read two at a time.
             even, _ = gl.split(by_thread(x))
             like = gl.reshape(even, [x.shape[0], N // 2])
             dtype: gl.constexpr = gl.int16
@@ -278,20 +279,20 @@ class ScoreTiles:
 
 @aggregate
 class Transforms:
-    """How products become scores: softcap, scale, terms and masks; the numbers are those of ``records.Mods``.
+    """The steps from products to scores: softcap, scale, terms and masks, with the numbers of ``records.Mods``.
 
     Attributes:
-        scale_log2: Turns scores into exponents of 2.
-        softcap: The cap; None, like prescale, where it has no effect.
-        prescale: What products are multiplied with before.
+        scale_log2: The factor that turns scores into exponents of 2.
+        softcap: The cap; None, as is prescale, if it has no effect.
+        prescale: The factor of products before the softcap.
         has_softcap: Whether there is a cap.
         scale_first: Whether products are multiplied with ``prescale`` and nothing else, because the scale is not > 0.
-        terms: What is added, in natural units, see the module.
+        terms: The summands, in natural units; see the module.
         masks: Masks besides the band.
-        early: Terms in the accumulator before the product.
-        alibi_by_mma: ALiBi as one of those, or ().
+        early: Terms that are in the accumulator before the product.
+        alibi_by_mma: ALiBi as an early term, or ().
         early_tiles: The ``ScoreTiles`` among early.
-        late_tiles: Those among terms and masks.
+        late_tiles: The ``ScoreTiles`` among terms and masks.
     """
 
     scale_log2: gl.tensor
@@ -308,7 +309,7 @@ class Transforms:
 
     @gluon.jit
     def fetch(self, pairs, x, mods):
-        """What terms, masks and the functions of ``records.Mods`` load for a block like ``x``."""
+        """The loads of terms, masks and the functions of ``records.Mods`` for a block like ``x``."""
         fetched = ()
         for i in gl.static_range(len(self.terms)):
             fetched = also(fetched, self.terms[i].fetch(pairs, x))
@@ -318,7 +319,7 @@ class Transforms:
 
     @gluon.jit
     def scores(self, s, pairs, fetched, mods):
-        """(scores, shift): ``scale_log2`` turns scores into exponents, and ``shift`` is () or ([M, 4],), then added."""
+        """(scores, shift): ``scale_log2`` turns scores into exponents; ``shift``, () or ([M, 4],), is then added."""
         if functions.has_score_mod(mods.SCORES):
             s = functions.score(s * mods.scale, mods, pairs, fetched[len(self.terms) + len(self.masks)])
         if self.has_softcap:
@@ -334,7 +335,7 @@ class Transforms:
 
     @gluon.jit
     def initial(self, x, pairs):
-        """The accumulator before the product, from zeros ``x``: the early terms, ALiBi's product started."""
+        """The accumulator before the product, from zeros ``x``: the early terms; ALiBi's product is started."""
         unit = LOG2_E / self.scale_log2
         for i in gl.static_range(len(self.early)):
             x = self.early[i].add(x, pairs, self.early[i].fetch(pairs, x), unit)
@@ -344,7 +345,7 @@ class Transforms:
 
     @gluon.jit
     def release_early(self, pairs):
-        """Releases what ``initial`` loaded: its product has been started; see ``release``."""
+        """Releases the tiles that ``initial`` loaded, after its product was started; see ``release``."""
         for i in gl.static_range(len(self.early_tiles)):
             self.early_tiles[i].ring(pairs.warpgroup).release(pairs.use, pairs.is_tile)
 
@@ -352,8 +353,8 @@ class Transforms:
     def release(self, pairs, row_max):
         """Releases the other tiles; returns the row maxima, which depend on everything loaded from them.
 
-        An mbarrier arrive does not wait for outstanding ld.shared, so TMA could overwrite what is still being read, and
-        did: this forces the loads to retire first.
+        An mbarrier arrive does not wait for outstanding ld.shared, so TMA could overwrite data that is still being
+        read, and did. This forces the loads to retire first.
         """
         if len(self.late_tiles) > 0:
             row_max = compute_before_barrier(row_max)
@@ -363,7 +364,7 @@ class Transforms:
 
     @gluon.jit
     def add_terms(self, x, pairs, fetched, unit):
-        """The block plus ``unit`` times each term."""
+        """The block, plus each term multiplied by ``unit``."""
         for i in gl.static_range(len(self.terms)):
             x = self.terms[i].add(x, pairs, fetched[i], unit)
         return x
@@ -378,10 +379,10 @@ class Transforms:
 
 @gluon.jit
 def alibi_terms(mods, batch):
-    """ALiBi of ``records.Mods`` as a term, none without slopes."""
+    """ALiBi from ``records.Mods`` as a term; none without slopes."""
     N: gl.constexpr = place_of(mods.SCORES, "alibi")
     if N >= 0:
-        # Records with constants are not kept in variables.
+        # Records with constants must not be kept in variables.
         return (
             Alibi(
                 mods.scores[N].operands.ptr, mods.scores[N].operands.batch_step, batch,
@@ -394,7 +395,7 @@ def alibi_terms(mods, batch):
 
 @gluon.jit
 def alibi_by_mma(terms, N: gl.constexpr):
-    """Terms of ``alibi_terms`` for blocks of N keys."""
+    """The terms of ``alibi_terms`` by WGMMA, for blocks of N keys."""
     if len(terms) > 0:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         rows = gl.arange(0, N, gl.SliceLayout(1, layout)).to(gl.float32)
@@ -409,7 +410,7 @@ def alibi_by_mma(terms, N: gl.constexpr):
 
 @gluon.jit
 def score_tensors(some, N: gl.constexpr):
-    """The ``ScoreTensor`` of the N-th of some mods, none for -1 and where TMA loads it."""
+    """The ``ScoreTensor`` of the N-th mod; none for -1, and if TMA loads it."""
     if N < 0:
         return ()
     elif some[N].operands.ptr is not None:
@@ -421,13 +422,13 @@ def score_tensors(some, N: gl.constexpr):
 
 @gluon.jit
 def score_tiles(some, N: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """The ``ScoreTiles`` of the N-th of some mods, none for -1 and where threads load it."""
+    """The ``ScoreTiles`` of the N-th mod; none for -1, and if threads load it."""
     if N < 0:
         return ()
     elif some[N].operands.desc is not None:
         desc, steps = some[N].operands.desc, some[N].operands.steps
         ROWS: gl.constexpr = desc.block_type.shape[2]
-        # Buffers of eight rows lie where TMA may write.
+        # Buffers have at least eight rows, so that TMA may write to their addresses.
         tile: gl.constexpr = [max(ROWS, 8), desc.block_type.shape[3]]
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(tile, desc.dtype)
         rings = ()

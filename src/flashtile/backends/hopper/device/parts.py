@@ -1,13 +1,13 @@
-"""Tiles in shared memory and the rows that TMA moves into them and out of them.
+"""Tiles in shared memory, and the rows that TMA moves into and out of them.
 
-Tiles have any multiple of 32 columns, tensors a power of two: so a tile consists of parts, the widest first. 192
+Tiles have any multiple of 32 columns, but tensors a power of two, so a tile consists of parts, the widest first: 192
 columns are parts of 128 and 64, 96 are 64 and 32, and 128 are one part. A channel of such tiles is a tuple of rings,
-one a part, which share the first one's barriers. A tensor's descriptor moves boxes as wide as the narrowest part,
-several into a wider one, so that one descriptor and one swizzle serve all parts.
+one for each part, which share the first ring's barriers. A tensor's descriptor moves boxes as wide as the narrowest
+part, several for a wider part, so that one descriptor and one swizzle serve all parts.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
@@ -27,7 +27,7 @@ from flashtile.backends.hopper.device.ring import Ring, make_landing, make_ring
 
 @aggregate
 class HeadRows:
-    """Rows of one head of one sequence; ``start`` and ``length`` are read only if sequences are packed (``varlen``)."""
+    """Rows of one head of one sequence. ``start`` and ``length`` are read only if sequences are packed (``varlen``)."""
 
     b: gl.tensor
     head: gl.tensor
@@ -37,7 +37,7 @@ class HeadRows:
 
     @gluon.jit
     def at(self, row, col):
-        """TMA coordinates of a row and column."""
+        """The TMA coordinates of a row and column."""
         if self.varlen:
             return PACKED_ROWS, self.start + self.length, PACKED_ROWS - self.length + row, self.head, col
         else:
@@ -46,14 +46,14 @@ class HeadRows:
 
 @gluon.constexpr_function
 def parts_of(cols, most=256):
-    """The widths of the parts, powers of two; parts wider than ``most`` in several."""
+    """The widths of the parts, powers of two; parts wider than ``most`` are divided."""
     widths = [1 << bit for bit in reversed(range(cols.bit_length())) if cols >> bit & 1]
     return [min(width, most) for width in widths for _ in range(0, width, most)]
 
 
 @gluon.constexpr_function
 def num_parts(cols, most=256):
-    """How many parts a width has."""
+    """The number of parts of a width."""
     return len(parts_of(cols, most))
 
 
@@ -65,19 +65,19 @@ def width_of(cols, part, most=256):
 
 @gluon.constexpr_function
 def start_of(cols, part, most=256):
-    """The column with which a part begins."""
+    """The first column of a part."""
     return sum(parts_of(cols, most)[:part])
 
 
 @gluon.constexpr_function
 def part_at(cols, col, most=256):
-    """The part that a column is in."""
+    """The part that contains a column."""
     return sum(start_of(cols, part, most) <= col for part in range(num_parts(cols, most))) - 1
 
 
 @gluon.jit
 def also(parts, part):
-    """One part more."""
+    """The parts with one more part."""
     return parts + (part,)  # noqa: RUF005
 
 
@@ -85,9 +85,9 @@ def also(parts, part):
 def make_rings(dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, stages: gl.constexpr,
                consumers: gl.constexpr, buffers: gl.constexpr = 1, most: gl.constexpr = 256,
                COPIERS: gl.constexpr = 0):  # fmt: skip
-    """A channel of ``stages`` tiles [ROWS, COLS], or of several buffers each, released by ``consumers`` warpgroups.
+    """A channel of ``stages`` tiles [ROWS, COLS], or of several buffers each. ``consumers`` warpgroups release it.
 
-    COPIERS: as of ``make_ring``.
+    COPIERS: as in ``make_ring``.
     """
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, width_of(COLS, -1, most)], dtype)
     first = make_ring(dtype, [ROWS, width_of(COLS, 0, most)], layout, stages, consumers, 1, buffers, COPIERS)
@@ -96,7 +96,7 @@ def make_rings(dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, stag
 
 @gluon.jit
 def with_parts(first, layout: gl.constexpr, COLS: gl.constexpr, most: gl.constexpr):
-    """A channel of tiles of COLS columns from the ring of their first part."""
+    """A channel of tiles of COLS columns, from the ring of their first part."""
     shape: gl.constexpr = first.buffers.shape
     rings = (first,)
     for i in gl.static_range(1, num_parts(COLS, most)):
@@ -107,9 +107,9 @@ def with_parts(first, layout: gl.constexpr, COLS: gl.constexpr, most: gl.constex
 
 @gluon.jit
 def make_landings(rings, dtype: gl.constexpr, COLS: gl.constexpr, APART: gl.constexpr, most: gl.constexpr = 256):
-    """Where TMA loads tiles of a narrower dtype that a role widens into a channel.
+    """A channel for tiles of a narrower dtype that TMA loads and a role widens into another channel.
 
-    They have a buffer of their own, or if they are not APART the channel's: ``ring.make_landing``.
+    If APART it has a buffer of its own, else the other channel's: ``ring.make_landing``.
     """
     if APART:
         return make_rings(dtype, rings[0].buffers.shape[1], COLS, 1, 1, 1, most)
@@ -123,13 +123,13 @@ def make_landings(rings, dtype: gl.constexpr, COLS: gl.constexpr, APART: gl.cons
 
 @gluon.jit
 def load(desc, rings, use, strips, COLS: gl.constexpr):
-    """Starts the load of a tile into a channel: of as many rows from each of ((``HeadRows``, first row), ...).
+    """Starts the load of a tile into a channel: equally many rows from each of ((``HeadRows``, first row), ...).
 
-    A tensor of 8 bits may land in a channel of 16, in the first half of each part: see ``narrow``.
+    An 8-bit tensor may be loaded into a 16-bit channel, into the first half of each part: see ``narrow``.
     """
     BYTES: gl.constexpr = desc.dtype.primitive_bitwidth // 8
     ROWS: gl.constexpr = rings[0].buffers.shape[1] // len(strips)
-    # Of several, each must be contiguous in shared memory: at most 128 bytes a row.
+    # If there are several strips, each must be contiguous in shared memory: at most 128 bytes a row.
     WIDEST: gl.constexpr = desc.block_type.shape[len(desc.block_type.shape) - 1]
     full = rings[0].acquire(use, rings[0].buffers.shape[1] * COLS * BYTES)
     tiles = tiles_at(rings, use)
@@ -148,7 +148,7 @@ def load(desc, rings, use, strips, COLS: gl.constexpr):
 @gluon.jit
 def load_boxes(desc, tiles, full, rows, row, COLS: gl.constexpr, most: gl.constexpr = 256,
                widest: gl.constexpr = 256):  # fmt: skip
-    """Starts the load of a tile, which signals ``full``, a box at a time, each of ``widest`` columns at most."""
+    """Starts the load of a tile, which signals ``full``, by boxes of at most ``widest`` columns."""
     BOX: gl.constexpr = min(width_of(COLS, -1, most), widest)
     for i in gl.static_range(len(tiles)):
         for j in gl.static_range(width_of(COLS, i, most) // BOX):
@@ -158,7 +158,7 @@ def load_boxes(desc, tiles, full, rows, row, COLS: gl.constexpr, most: gl.conste
 
 @gluon.jit
 def narrow(tile, dtype: gl.constexpr, COLS: gl.constexpr):
-    """The first bytes of a part, of a tile of COLS columns, as a part of a narrower dtype with as many elements."""
+    """The first bytes of a part, in a tile of COLS columns, as a part of a narrower dtype with as many elements."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tile.shape[0], width_of(COLS, -1)], dtype)
     shape: gl.constexpr = [tile.shape[0], tile.shape[1]]
     return seen_as(tile, dtype, shape, layout)
@@ -175,7 +175,7 @@ def tiles_at(rings, use):
 
 @gluon.jit
 def box_of(tile, start, WIDTH: gl.constexpr, DIM: gl.constexpr = 1):
-    """Some columns of a part, or rows."""
+    """Some columns, or rows, of a part."""
     if tile.shape[DIM] == WIDTH:
         return tile
     else:
@@ -184,9 +184,9 @@ def box_of(tile, start, WIDTH: gl.constexpr, DIM: gl.constexpr = 1):
 
 @gluon.jit
 def start_scores(q_rings, tiles, k_rings, use, x, q, ADDS: gl.constexpr = False, DIM: gl.constexpr = None):
-    """Starts the products of queries and keys: a sum over the parts, and ``x`` if it ADDS.
+    """Starts the products of queries and keys: a sum over the parts, added to ``x`` if it ADDS.
 
-    q: The queries' parts in registers, or (). DIM: Columns that are not 0, in sixteens; None: all.
+    q: The queries' parts in registers, or (). DIM: The number of columns that are not 0, a multiple of 16; None: all.
     """
     s = x
     for i in gl.static_range(len(k_rings)):
@@ -201,7 +201,7 @@ def start_scores(q_rings, tiles, k_rings, use, x, q, ADDS: gl.constexpr = False,
 
 @gluon.jit
 def used_of(tile, FIRST: gl.constexpr, DIM: gl.constexpr):
-    """A part that begins with column FIRST, as far as a row of DIM columns reaches; None: all of it."""
+    """The columns of a part that a row of DIM columns has; the part begins at column FIRST. None: the whole part."""
     if DIM is None:
         return tile
     else:
@@ -211,7 +211,7 @@ def used_of(tile, FIRST: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def held_tiles(rings, use, like, DIM: gl.constexpr):
-    """The parts of a use as left operands in registers; DIM as of ``start_scores``."""
+    """The parts of a use as left operands in registers; DIM as in ``start_scores``."""
     held = ()
     for i in gl.static_range(len(rings)):
         tile = used_of(rings[i].at(use), i * rings[0].buffers.shape[2], DIM)
@@ -221,7 +221,7 @@ def held_tiles(rings, use, like, DIM: gl.constexpr):
 
 @gluon.jit
 def start_sum(a_tiles, b_tiles, zeros):
-    """Starts the products of the rows of two tiles: a sum over the parts."""
+    """Starts the product of two tiles' rows: a sum over the parts."""
     s = warpgroup_mma(a_tiles[0], b_tiles[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(a_tiles)):
         s = warpgroup_mma(a_tiles[i], b_tiles[i].permute((1, 0)), s, is_async=True)
@@ -230,7 +230,7 @@ def start_sum(a_tiles, b_tiles, zeros):
 
 @gluon.jit
 def zero_accumulators(M: gl.constexpr, rings):
-    """For each part of a channel [M, columns] float32, 0."""
+    """A float32 zero accumulator [M, columns] for each part of a channel."""
     accs = ()
     for i in gl.static_range(len(rings)):
         accs = also(accs, zero_accumulator(M, rings[i].buffers.shape[2]))
@@ -239,14 +239,14 @@ def zero_accumulators(M: gl.constexpr, rings):
 
 @gluon.jit
 def zero_accumulator(M: gl.constexpr, N: gl.constexpr):
-    """[M, N] float32 as WGMMA has it in registers, 0."""
+    """[M, N] float32 zeros in the layout of a WGMMA accumulator."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     return gl.zeros([M, N], gl.float32, layout)
 
 
 @gluon.jit
 def add_products(probs, v_rings, use, accs):
-    """Starts the products of probabilities with values, one a part."""
+    """Starts the products of probabilities and values, one for each part."""
     started = ()
     for i in gl.static_range(len(accs)):
         started = also(started, add_product(probs, v_rings[i].at(use), accs[i]))
@@ -255,14 +255,14 @@ def add_products(probs, v_rings, use, accs):
 
 @gluon.jit
 def add_product(probs, v_tile, acc):
-    """Starts one of the products."""
+    """Starts the product for one part."""
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     return warpgroup_mma(gl.convert_layout(probs, layout), v_tile, acc, is_async=True)
 
 
 @gluon.jit
 def wait_for_products(accs, PENDING: gl.constexpr = 0):
-    """The accumulators after all but the last PENDING products that were started."""
+    """The accumulators, after all started products except the last PENDING ones are complete."""
     if len(accs) == 1:
         return (warpgroup_mma_wait(PENDING, deps=[accs[0]]),)
     else:
@@ -271,7 +271,7 @@ def wait_for_products(accs, PENDING: gl.constexpr = 0):
 
 @gluon.jit
 def rescale_rows(accs, factor):
-    """Rows times their factors."""
+    """Accumulators with rows multiplied by their factors."""
     scaled = ()
     for i in gl.static_range(len(accs)):
         scaled = also(scaled, rescale(accs[i], of_rows(factor, accs[i]), accs[i].shape[1]))
@@ -280,7 +280,7 @@ def rescale_rows(accs, factor):
 
 @gluon.jit
 def times(accs, factor):
-    """Accumulators times a number."""
+    """Accumulators multiplied by a number."""
     scaled = ()
     for i in gl.static_range(len(accs)):
         scaled = also(scaled, accs[i] * factor)
@@ -289,7 +289,7 @@ def times(accs, factor):
 
 @gluon.jit
 def of_rows(x, like):
-    """[M] in the layout of the rows of ``like``."""
+    """[M] converted to the layout of like's rows."""
     layout: gl.constexpr = gl.SliceLayout(1, like.type.layout)
     return gl.convert_layout(x, layout)
 
@@ -306,9 +306,9 @@ def pieces(x, WIDTH: gl.constexpr):
 
 @gluon.jit
 def store(desc, tiles, buffers, FIRST: gl.constexpr, STAGES: gl.constexpr, strips):
-    """Stores a tile by TMA, a box at a time: as many rows to each of ((``HeadRows``, first row), ...).
+    """Stores a tile by TMA, box by box: equally many rows to each of ((``HeadRows``, first row), ...).
 
-    It goes through STAGES buffers from FIRST on, each once its last store has left it.
+    The tile passes through STAGES buffers from FIRST on; a buffer is reused once its last store has read it.
     """
     BOX: gl.constexpr = desc.block_type.shape[4 if strips[0][0].varlen else 3]
     ROWS: gl.constexpr = tiles[0].shape[0] // len(strips)

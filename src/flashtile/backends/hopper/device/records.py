@@ -1,13 +1,13 @@
-"""What Hopper's kernels take as arguments besides ``gpu.device.records``, whose rules are these records' too.
+"""Arguments of Hopper's kernels besides ``gpu.device.records``, under the same rules.
 
-Steps are distances in elements that no code is compiled for, so their names do not begin with ``stride``.
+Steps are distances in elements for which no code is specialised, so their names do not begin with ``stride``.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# Rows of a forward, and keys of a backward, for which there are bounds of intervals.
+# Rows of a forward, or keys of a backward, that share bounds of intervals.
 BOUNDS_BLOCK = 64
 
 
@@ -15,8 +15,8 @@ class Slopes(NamedTuple):
     """ALiBi's slopes by head.
 
     Attributes:
-        ptr: The first.
-        batch_step: From one sequence's to the next one's, 0 if they share them.
+        ptr: Address of the first slope.
+        batch_step: Step from one sequence's slopes to the next one's, 0 if they share slopes.
         ONE_SIDED: Whether no row keeps a key past its position.
     """
 
@@ -29,9 +29,10 @@ class PairTensor(NamedTuple):
     """A bias or a mask over (batch, heads, rows, keys).
 
     Attributes:
-        ptr: Its first element, None where TMA loads it.
-        desc: Boxes of a warpgroup's rows, or of one for all, and a block of keys; None where threads load elements.
-        steps: Along each dimension, 0 where it broadcasts.
+        ptr: Address of the first element; None if TMA loads it.
+        desc: Descriptor with boxes of a warpgroup's rows (or of one row for all) by a block of keys; None if threads
+            load.
+        steps: Step along each dimension, 0 where it broadcasts.
     """
 
     ptr: Any
@@ -40,13 +41,13 @@ class PairTensor(NamedTuple):
 
 
 class Mods(NamedTuple):
-    """How products become probabilities: ``gpu.device.records.Mods``, with mods that the kernels know by their names.
+    """The steps from products to probabilities: ``gpu.device.records.Mods``; kernels find the mods by their names.
 
     Attributes:
-        scale_log2: Turns scores, after what follows, into exponents of 2; > 0.
-        prescale: What products are multiplied with before the softmax, with a softcap as ``quick_softcap`` has it.
-        scale: softmax_scale, with which products are multiplied before a user's score mod; None without one.
-        scores: As there; operands are the cap, ``Slopes`` and ``PairTensor``.
+        scale_log2: The factor that turns scores, after the other steps, into exponents of 2; > 0.
+        prescale: The factor of products before the softmax; with a softcap as in ``quick_softcap``.
+        scale: softmax_scale, the factor of products before a user's score mod; None without one.
+        scores: As in ``gpu.device.records.Mods``; operands are the cap, ``Slopes`` and ``PairTensor``.
         band: As there.
         masks: As there; a mask's operand is a ``PairTensor`` of bytes.
         dropout: As there.
@@ -54,7 +55,7 @@ class Mods(NamedTuple):
         SCORES: As there.
         MASKS: As there.
         SCALE_FIRST: Whether products are multiplied before the softmax: with a softcap or a score mod, and with a scale
-            that is not > 0. Without the first and the last prescale is None.
+            that is not > 0. With neither a softcap nor such a scale, prescale is None.
     """
 
     scale_log2: Any
@@ -71,11 +72,11 @@ class Mods(NamedTuple):
 
 
 class CacheScale(NamedTuple):
-    """The factors of a cache of 8 bits.
+    """The scales of an 8-bit cache.
 
     Attributes:
         ptr: float32 (heads,), or (entries or pages, heads); None for 1.
-        entry_step: From one entry's or page's heads to the next one's; None where all have the same.
+        entry_step: Step from one entry's or page's scales to the next one's; None if all have the same scales.
     """
 
     ptr: Any
@@ -83,11 +84,11 @@ class CacheScale(NamedTuple):
 
 
 class Paging(NamedTuple):
-    """How many rows a page has, where no code is compiled for that number.
+    """The number of rows of a page, if no code is compiled for it.
 
     Attributes:
-        size: The number.
-        multiplier: With shift, what divides by it: ``n // size == umulhi(2 * n, multiplier) >> shift`` for any number n
+        size: The number of rows.
+        multiplier: With shift it divides by size: ``n // size == umulhi(2 * n, multiplier) >> shift`` for any number n
             from 0 to 2**30 (Granlund and Montgomery 1994, Division by invariant integers using multiplication).
         shift: See multiplier.
     """
@@ -98,26 +99,26 @@ class Paging(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Where the keys and values of a cached call lie, whose lengths the device alone knows.
+    """The places of a cached call's keys and values; only the device knows the lengths.
 
     Attributes:
-        cached: [batch] int32, keys before the call's new ones; negative where there is no sequence.
+        cached: [batch] int32, keys before the call's new ones; negative if there is no sequence.
         cu_seqlens_new: [batch + 1] int32, bounds of packed new keys, or None.
-        num_new: New keys of each sequence where they are not packed.
-        entries: [batch] int32, the entry of the cache that is a sequence's; None for its own number.
+        num_new: New keys of each sequence, if they are not packed.
+        entries: [batch] int32, each sequence's entry of the cache; None if it is the sequence's own number.
         pages: int32, the pages of each sequence; None without pages.
-        pages_step: From one sequence's pages to the next one's; None where indptr says where they begin.
+        pages_step: Step from one sequence's pages to the next one's; None if indptr says where they begin.
         indptr: [batch] int32, or None.
-        v_pitch: Rows of values from one entry or page to the next, None with ``paging``.
-        causal: [batch] bytes, whether a sequence's rows see no key past their own; None where the band is that of all.
-        paging: ``Paging`` where threads copy rows, of pages of any size, else None.
+        v_pitch: Rows of values from one entry or page to the next; None with ``paging``.
+        causal: [batch] bytes, whether a sequence's rows see no key past their own; None if all have the same band.
+        paging: ``Paging`` if threads copy rows, from pages of any size, else None.
         PAGE_SIZE: Rows of a page, a power of two; 0 without pages, None with ``paging``.
-        mixed: Of packed queries, whether many are taken for decodes, 0 or 1; else None.
-        few_rows: Of packed queries, sequences with so many packed rows a key head at most are left to another launch if
-            they have more than long_keys; else None.
+        mixed: For packed queries, whether many of them count as decodes, 0 or 1; else None.
+        few_rows: For packed queries: sequences with at most this many packed rows a key head are left to another launch
+            if they have more than long_keys; else None.
         long_keys: See few_rows.
         k_scale: ``CacheScale`` of the keys.
-        v_scale: Of the values.
+        v_scale: ``CacheScale`` of the values.
     """
 
     cached: Any
@@ -139,11 +140,11 @@ class Cache(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """``Sequences`` of the keys, of which there are as many as of the queries.
+    """``Sequences`` of the keys; there are as many as for the queries.
 
     Attributes:
         cu_seqlens: As there.
-        length: As there; of a cache, its capacity.
+        length: As there; for a cache its capacity.
         cache: ``Cache``, None if keys and values are tensors of their own.
         CACHED: Whether they are in a cache (``gpu.device``: flags).
         OWN_LENGTHS: Whether sequences have different numbers of keys.
@@ -157,19 +158,20 @@ class Keys(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where a forward stores its results, and what it merges into them.
+    """The tensors for a forward's results, and the partial result that it merges into them.
 
     Attributes:
-        desc: The output's boxes; None if it is float32 and written from registers.
-        ptr: Then it, contiguous (batch, rows, num_heads_q, head_dim_v), else None.
+        desc: Descriptor of the output; None if it is float32 and written from registers.
+        ptr: Without desc the output, contiguous (batch, rows, num_heads_q, head_dim_v), else None.
         lse: Contiguous (batch, num_heads_q, rows) float32.
         partial_out: The output over other keys, in float32 and contiguous, or None.
-        partial_lse: Its lse.
-        DIM: Columns of what is read or written from registers; None if nothing is, so that one build serves several.
+        partial_lse: The lse over other keys.
+        DIM: Columns of tensors read or written from registers; None without such, so that one build serves several
+            widths.
         BLOCK_DIM: Columns of a tile.
-        PACKED: As of ``Rows``.
-        LSE_PARTS: Numbers of a row's lse, here and in partial_lse, of which kernels know the first alone: 2 with
-            ``Problem.large_scores``. A repair then stores the others, and what these kernels lose.
+        PACKED: As in ``Rows``.
+        LSE_PARTS: The number of parts of a row's lse, here and in partial_lse: 2 with ``Problem.large_scores``. Kernels
+            use the first part alone. A repair then stores the other parts, and the results that these kernels lose.
     """
 
     desc: Any
@@ -184,14 +186,15 @@ class Output(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """A forward's tiles, with ``forward.config.Config``'s constants, and how programs share them.
+    """A forward's tiles, with ``forward.config.Config``'s constants, and the division of tiles among programs.
 
     Attributes:
-        counter: Of tiles, int32, 0 before and after; None for a static order.
-        PACK_GQA: Whether the heads of a group share tiles, which few queries would leave half empty. A tile then holds
-            STRIP query rows of each head of the group, head by head, then the next STRIP rows; else STRIP == BLOCK_M.
+        counter: A counter of tiles, int32, 0 before and after a launch; None for a static order.
+        PACK_GQA: Whether the heads of a group share tiles, which few queries would otherwise leave half empty. A tile
+            then holds STRIP query rows of each head of the group, head by head, then the next STRIP rows; else STRIP is
+            BLOCK_M.
         HAS_EDGES: Whether a warpgroup may meet an edge of the band after its first block of keys.
-        CACHED_ROWS: Keys and values that are taken to fit into the L2 cache.
+        CACHED_ROWS: The number of keys and values that are assumed to fit the L2 cache.
     """
 
     counter: Any
@@ -218,12 +221,12 @@ class Schedule(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """How ``big_heads`` shares columns, see ``big_heads.config.Config``.
+    """The division of columns in ``big_heads``; see ``big_heads.config.Config``.
 
     Attributes:
         LEFT: Columns of the output that the scorer computes.
         CHUNK: Columns of keys that are loaded at once.
-        KEY_CHUNKS: Buffers for them.
+        KEY_CHUNKS: Buffers for chunks of keys.
         PROB_STAGES: Buffers of probabilities.
     """
 
@@ -234,15 +237,15 @@ class Columns(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What a call of 8-bit tensors has besides ``Call``.
+    """Further arguments of a call with 8-bit tensors, besides ``Call``.
 
     Attributes:
-        q: ``gpu.device.records.Scale``, like k and v.
-        k: Of the keys.
-        v: Of the values.
-        shift: Like lse: what smoothing took off the scores of a row, or None.
-        shift_scale: Turns it into exponents of 2.
-        out: What the output is divided by, or None.
+        q: ``gpu.device.records.Scale`` of q.
+        k: ``Scale`` of the keys.
+        v: ``Scale`` of the values.
+        shift: Like lse: the amount that smoothing subtracted from a row's scores, or None.
+        shift_scale: The factor that turns shift into exponents of 2.
+        out: The divisor of the output, or None.
     """
 
     q: Any
@@ -254,7 +257,7 @@ class Scales(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """The caches as TMA reads them.
+    """The descriptors of the caches for TMA.
 
     Attributes:
         k: A descriptor with boxes of the rows of a block, or of a smaller page.
@@ -270,7 +273,7 @@ class Maps(NamedTuple):
 
 
 class Warps(NamedTuple):
-    """How warps share a program's work: STAGES of the rings, REGISTERS of a consumer's threads, FEW of the others'."""
+    """The division of a program's work: STAGES of rings, REGISTERS of a consumer's threads, FEW of other threads."""
 
     STAGES: Any
     REGISTERS: Any
@@ -278,24 +281,24 @@ class Warps(NamedTuple):
 
 
 class Latent(NamedTuple):
-    """How rows are read and work is shared.
+    """The descriptors of rows, and the division of work.
 
     Attributes:
-        q: A descriptor of the queries' own columns, None where the scorer copies them.
-        qv: Likewise of those of the values.
-        k: A descriptor of the keys' own columns, with boxes of the rows of a block, or of a smaller page.
-        v: Likewise of the values.
-        scales: Likewise of the scales of 8-bit values, by row and 128 columns; None where values are of 16 bits.
+        q: Descriptor of the queries' own columns; None if the scorer copies them.
+        qv: Descriptor of the queries' columns for values, likewise.
+        k: Descriptor of the keys' own columns, with boxes of the rows of a block, or of a smaller page.
+        v: Descriptor of the values, likewise.
+        scales: Descriptor of the scales of 8-bit values, by row and 128 columns; None if values have 16 bits.
         k_entry_rows: Rows from one entry to the next: a sequence, or a page.
         v_entry_rows: Likewise.
-        fixed_cost: Of a tile, in blocks: ``shares``.
-        fewest_blocks: Of a program, so that so many programs share the work.
+        fixed_cost: The fixed cost of a tile, in blocks; see ``shares``.
+        fewest_blocks: The fewest blocks of a program; they limit the number of programs that share the work.
         STAGES: Blocks of keys in flight.
-        PIECE: Columns of values that are loaded and released at once.
-        LANES: Programs with tiles of the same sequence at the same time.
-        REGISTERS: Of a summer's threads.
-        FEW: Of the threads of the warps that load and find work.
-        WIDE: Of the threads that make 16 bits of 8.
+        PIECE: Columns of values that are loaded and released together.
+        LANES: Programs that work on tiles of the same sequence at the same time.
+        REGISTERS: Registers of a summer's threads.
+        FEW: Registers of the threads in the warps that load and find work.
+        WIDE: Registers of the threads that widen 8 bits to 16.
     """
 
     q: Any

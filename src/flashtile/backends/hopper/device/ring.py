@@ -1,11 +1,11 @@
-"""Channels between the producer and the warpgroups that consume: no role sees a barrier, a stage or a phase.
+"""Channels between the producer and the consuming warpgroups: roles use no barrier, stage or phase themselves.
 
-A channel is a ring of shared-memory buffers. Both ends count their uses of it from 0; use ``u`` lives in buffer
-``u % stages``, and the parity of ``u // stages`` tells this round of the ring from the last one.
+A channel is a ring of shared-memory buffers. Both ends count its uses from 0. Use ``u`` has buffer ``u % stages``, and
+the parity of ``u // stages`` distinguishes this round of the ring from the one before.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -17,12 +17,13 @@ from flashtile.backends.hopper.device.gluon_compat import aggregate, arrive_afte
 class Ring:
     """One channel: ``buffers`` [stages * parts, ...tile], and a barrier per stage for each direction.
 
-    The producer calls ``acquire`` and starts a load that signals the barrier it gets, or calls ``claim``, writes, and
-    calls ``publish``. Every consumer calls ``wait``, reads, and calls ``release``. The barriers are None where one
+    The producer calls ``acquire`` and starts a load that signals the barrier it returns; or calls ``claim``, writes,
+    and calls ``publish``. Every consumer calls ``wait``, reads, and calls ``release``. The barriers are None if one
     role keeps the buffers to itself.
 
-    COPIED: the producer's threads claim, copy by ``copy_async`` and call ``publish_copies``. What they write WGMMA may
-    read only behind a proxy fence, which must follow the copies' end: so consumers fence, who have waited for it.
+    COPIED: the producer's threads claim, copy by ``copy_async`` and call ``publish_copies``. WGMMA may read these
+        copies
+    only after a proxy fence that follows their end. So the consumers, who have waited for the copies, fence.
     """
 
     buffers: gl.shared_memory_descriptor
@@ -34,7 +35,7 @@ class Ring:
 
     @gluon.jit
     def stage(self, use):
-        """The buffer of a use, by a mask where it can: the compiler does not know that uses are not negative."""
+        """The number of a use's buffer, by a mask if possible: the compiler does not know that no use is negative."""
         if self.stages & (self.stages - 1) == 0:
             return use & (self.stages - 1)
         else:
@@ -42,7 +43,7 @@ class Ring:
 
     @gluon.jit
     def parity(self, use):
-        """Tells this round of the ring from the last one."""
+        """The parity that distinguishes this round of the ring from the one before."""
         if self.stages == 1:
             return use & 1
         elif self.stages == 2:
@@ -59,12 +60,12 @@ class Ring:
 
     @gluon.jit
     def publish(self, use):
-        """What was written to a claimed buffer is complete."""
+        """Signals that writing to a claimed buffer is complete."""
         mbarrier.arrive(self.full.index(self.stage(use)), count=1)
 
     @gluon.jit
     def publish_copies(self, use):
-        """What a thread has copied to a claimed buffer is complete once its copies are; every thread calls it."""
+        """Signals, once a thread's copies to a claimed buffer are complete; every thread calls it."""
         arrive_after_copies(self.full.index(self.stage(use)), increment_count=False)
 
     @gluon.jit
@@ -89,25 +90,25 @@ class Ring:
 
     @gluon.jit
     def part(self, use, i):
-        """One of the buffers of a use that has several."""
+        """One buffer of a use that has several."""
         return self.buffers.index(use % self.stages * self.parts + i)
 
     @gluon.jit
     def fixed_part(self, use, i, step):
-        """``part``, recomputed in each step: step >> 30 is 0, but hides that the address is loop invariant.
+        """``part``, recomputed in each step: step >> 30 is 0, which hides that the address is loop invariant.
 
-        The compiler would keep an address for each product in registers, which spill.
+        Otherwise the compiler would keep an address for each product in registers, and these spill.
         """
         return self.buffers.index(use % self.stages * self.parts + i + (step >> 30))
 
     @gluon.jit
     def release(self, use, pred=True):
-        """This consumer no longer reads the buffer. A use must have been waited for before it is released."""
+        """Signals that this consumer no longer reads the buffer. A use must be waited for before it is released."""
         mbarrier.arrive(self.empty.index(self.stage(use)), count=1, pred=pred)
 
     @gluon.jit
     def skip(self, use, count, pred):
-        """Passes over ``count`` uses, 0 or 1, that this consumer has no need of."""
+        """Skips ``count`` uses, 0 or 1, that this consumer does not need."""
         self.wait(use, pred & (count == 1))
         self.release(use, pred & (count == 1))
 
@@ -118,8 +119,8 @@ def make_ring(dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr, sta
               COPIERS: gl.constexpr = 0):  # fmt: skip
     """A ring of ``stages`` uses, each published by ``producers`` roles and released by ``consumers``.
 
-    A use has a buffer of shape ``tile``, or ``parts`` of them. Without consumers one role keeps them to itself.
-    COPIERS: threads of the role that copies, if one does; each publishes its own copies.
+    A use has a buffer of shape ``tile``, or ``parts`` of them. Without consumers one role keeps the buffers to itself.
+    COPIERS: the number of threads of a role that copies, if there is one; each thread publishes its own copies.
     """
     buffers = gl.allocate_shared_memory(dtype, [stages * parts] + tile, layout)  # noqa: RUF005
     if consumers == 0:
@@ -135,9 +136,9 @@ def make_ring(dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr, sta
 
 @gluon.jit
 def make_ring_beside(ring, dtype: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr, producers: gl.constexpr = 1):
-    """A ring of as many buffers as another one's, claimed and released with them, published by ``producers`` roles.
+    """A ring with as many buffers as another ring, claimed and released with it, published by ``producers`` roles.
 
-    It shares the other's ``empty`` barriers. Unused ones of its own would be dead after their initialisation, so the
+    It shares the other ring's ``empty`` barriers. Own barriers would be unused, so dead after their initialisation: the
     compiler would put a buffer over them, and PTX forbids that while a barrier is not invalidated (it gave NaN).
     """
     buffers = gl.allocate_shared_memory(dtype, [ring.stages] + tile, layout)  # noqa: RUF005
@@ -149,9 +150,9 @@ def make_ring_beside(ring, dtype: gl.constexpr, tile: gl.constexpr, layout: gl.c
 
 @gluon.jit
 def make_landing(ring):
-    """The same buffers, claimed with ``ring``'s barriers but published through some of their own.
+    """The buffers of ``ring``, claimed with its barriers but published through separate ones.
 
-    A producer loads into them, and another role makes of that what ``ring`` publishes.
+    A producer loads into the buffers, and another role converts the contents, which ``ring`` then publishes.
     """
     full = gl.allocate_shared_memory(gl.int64, [ring.stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(ring.stages):
@@ -159,25 +160,25 @@ def make_landing(ring):
     return Ring(ring.buffers, full, ring.empty, ring.stages, ring.parts, False)
 
 
-# Where the numbers of the first warpgroup begin, and how many places each warpgroup has.
+# The place of the first warpgroup's numbers, and the number of places for each warpgroup.
 FIRST_OWN, OWN_SLOTS = gl.constexpr(12), gl.constexpr(6)
 
 
 @gluon.constexpr_function
 def slot_of(fields, name):
-    """Where a record keeps a number: ``fields`` are its names, separated by blanks."""
+    """The place of a number in a record; ``fields`` are the names, separated by blanks."""
     return fields.split().index(name)
 
 
 @aggregate
 class Records:
-    """A ring of records of int32 numbers, each read by its name.
+    """A ring of records of int32 numbers, which are read by their names.
 
-    A record begins with ``fields``; from FIRST_OWN on come ``own_fields``, up to OWN_SLOTS for each warpgroup. Read
-    from shared memory when needed, a tile costs the consumers no registers.
+    A record begins with ``fields``. From FIRST_OWN on it has ``own_fields``, up to OWN_SLOTS for each warpgroup.
+    Numbers are read from shared memory when needed, so a tile costs the consumers no registers.
 
-    asked: a barrier by which a reader asks for the record that follows a use; None if they are found as far ahead as
-    there are buffers.
+    asked: a barrier by which a reader asks for the record after a use; None if records are made as far ahead as there
+    are buffers.
     """
 
     ring: Ring
@@ -187,17 +188,17 @@ class Records:
 
     @gluon.jit
     def get(self, use, NAME: gl.constexpr):
-        """A number that concerns all roles."""
+        """A number for all roles."""
         return self._read(use, slot_of(self.fields, NAME))
 
     @gluon.jit
     def get_own(self, use, NAME: gl.constexpr, WARPGROUP: gl.constexpr):
-        """A number that concerns one warpgroup."""
+        """A number for one warpgroup."""
         return self._read(use, FIRST_OWN + OWN_SLOTS * WARPGROUP + slot_of(self.own_fields, NAME))
 
     @gluon.jit
     def ask(self, use, pred=True):
-        """Asks for the record after that of ``use``, once for each."""
+        """Asks for the record after ``use``, once for each."""
         if self.asked is not None:
             mbarrier.arrive(self.asked, count=1, pred=pred)
 
@@ -210,7 +211,7 @@ class Records:
 
     @gluon.jit
     def next(self, use):
-        """Leaves a record for the next one; returns its use."""
+        """Releases a record and waits for the next one; returns the next one's use."""
         self.ring.release(use)
         self.ring.wait(use + 1)
         return use + 1

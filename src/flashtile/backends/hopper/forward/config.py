@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashtile.call.problem import Problem
-from flashtile.mods.places import DEAR, tabulated
+from flashtile.mods.places import EXPENSIVE, tabulated
 
 SHARED_BYTES = 227 * 1024
 # Registers of a thread of each warpgroup, added up.
@@ -376,7 +376,7 @@ def is_dear(problem: Problem) -> bool:
         given = tabulated(graph) if not problem.keys.used else ()
         for n in graph.needed([graph.result, *(() if graph.slope is None else (graph.slope,))], given):
             node = graph.nodes[n]
-            if n not in given and (node.op == "load" or node.op in DEAR):
+            if n not in given and (node.op == "load" or node.op in EXPENSIVE):
                 inputs = {graph.nodes[x].op for x in graph.needed([n])}
                 is_rare = node.op == "load" and graph.what == "mask" and problem.listed != ()
                 if {"i", "j"} <= inputs and not is_rare:

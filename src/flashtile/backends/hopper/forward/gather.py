@@ -1,8 +1,8 @@
-"""Blocks of keys and values from pages that TMA has no boxes for: the threads of the producer copy them.
+"""Blocks of keys and values from pages that TMA has no boxes for: the producer's threads copy them.
 
-A copy moves 16 bytes of a row from global to shared memory, to where the swizzle has them, and takes no register while
-it is under way; so a few threads keep as much in flight as there are buffers. Each lane finds where one row begins, and
-hands that to the lanes that copy the row.
+A copy moves 16 bytes of a row from global to shared memory, to their place in the swizzle. It takes no register while
+it is under way, so a few threads keep all buffers' copies in flight. Each lane finds the beginning of one row, and
+passes it to the lanes that copy the row.
 """
 
 from triton.experimental import gluon
@@ -15,10 +15,11 @@ from flashtile.backends.hopper.forward.scheduler import place_in_pages
 
 @gluon.jit
 def gather_block(operand, rings, use, records, tiles, n_block, call, schedule):
-    """Starts the copies of a block of a tile's keys or values, ``operand``, as zeros from the end of the keys on.
+    """Starts the copies of a block of a tile's keys or values, ``operand``; rows past the last key become zeros.
 
-    In passes of 16 rows a warp: the addresses of more take registers that the producer does not have. The numbers of
-    the pages are loaded before the wait for a buffer.
+    A warp copies 16 rows in each pass: the addresses of more rows would take registers that the producer does not have.
+        The
+    numbers of pages are loaded before the wait for a buffer.
     """
     WARPS: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = min(16 * WARPS, schedule.BLOCK_N)
@@ -41,7 +42,7 @@ def gather_block(operand, rings, use, records, tiles, n_block, call, schedule):
 
 @gluon.jit
 def starts_of(operand, records, tiles, keys, call):
-    """Where the rows of some of a tile's keys begin, in units of ``operand.UNIT`` elements; -1 past the last key."""
+    """The beginnings of rows for some of a tile's keys, in units of ``operand.UNIT`` elements; -1 past the last key."""
     page, row = place_in_pages(records, tiles, keys, call)
     start = page * (operand.stride_b // operand.UNIT) + row * (operand.stride_row // operand.UNIT)
     return gl.where(keys < records.get(tiles, "seqlen_k"), start, -1)
@@ -49,7 +50,7 @@ def starts_of(operand, records, tiles, keys, call):
 
 @gluon.jit
 def copy_rows(operand, ptr, starts, parts):
-    """Starts the copies of rows into the parts of a tile, a box of columns at a time."""
+    """Starts the copies of rows into a tile's parts, one box of columns at a time."""
     COLS: gl.constexpr = operand.BLOCK_DIM
     BOX: gl.constexpr = min(width_of(COLS, -1), 64)
     layout: gl.constexpr = rows_by_lanes(parts[0].shape[0], BOX, gl.num_warps())
@@ -62,7 +63,7 @@ def copy_rows(operand, ptr, starts, parts):
 
 @gluon.jit
 def copy_box(operand, rows, exists, box, FIRST: gl.constexpr, layout: gl.constexpr):
-    """Starts the copies of some columns of rows, from FIRST on, as zeros where there are none."""
+    """Starts the copies of some columns of rows, from FIRST on; zeros for rows that do not exist."""
     cols = FIRST + gl.arange(0, box.shape[1], gl.SliceLayout(0, layout))[None, :]
     if FIRST + box.shape[1] > operand.DIM:
         exists = exists & (cols < operand.DIM)
@@ -71,7 +72,7 @@ def copy_box(operand, rows, exists, box, FIRST: gl.constexpr, layout: gl.constex
 
 @gluon.constexpr_function
 def one_a_lane(rows, warps):
-    """As many rows a warp, one after another and one a lane; the lanes behind repeat the first ones."""
+    """A layout with consecutive rows in a warp, one a lane; further lanes repeat the first ones."""
     own = rows // warps
     lanes = [[1 << bit if 1 << bit < own else 0] for bit in range(5)]
     return gl.DistributedLinearLayout([], lanes, [[own << bit] for bit in range(warps.bit_length() - 1)], [], [rows])
@@ -79,10 +80,10 @@ def one_a_lane(rows, warps):
 
 @gluon.constexpr_function
 def rows_by_lanes(rows, cols, warps):
-    """[rows, cols]: each warp has the rows of ``one_a_lane``, each thread 16 bytes of every fourth or eighth of them.
+    """A layout [rows, cols]: a warp has the rows of ``one_a_lane``, a thread 16 bytes of every fourth or eighth row.
 
-    So neighbouring lanes read a whole line of a row, and what a thread's addresses differ by is known when the kernel
-    is compiled.
+    So neighbouring lanes read a whole line of a row, and the differences between a thread's addresses are known when
+    the kernel is compiled.
     """
     own, bits = rows // warps, (cols // 8).bit_length() - 1
     lanes = [[0, 8 << bit] for bit in range(bits)] + [[1 << bit, 0] for bit in range(5 - bits)]

@@ -1,9 +1,9 @@
-"""Attention forward for Hopper: a warp finds tiles, a warp loads by TMA, warpgroups of 64 rows compute with WGMMA.
+"""Attention forward for Hopper: one warp finds tiles, one warp loads by TMA, warpgroups of 64 rows compute by WGMMA.
 
 The mathematics is in docs/algorithm.md. For each block of keys a warpgroup starts the scores of the next block, then
 multiplies the probabilities of this block with its values; with two warpgroups the softmax of the next scores runs
 under that product, with three it runs under the products of the others.
-At the end of a tile the first scores of the next tile stand in for the next block's, so the tensor cores have work
+At the end of a tile the first scores of the next tile take the place of the next block's, so the tensor cores have work
 while a tile's output is normalised and stored. Source of the schedule: Shah et al. 2024, FlashAttention-3,
 arXiv:2407.08608, section 3 (warp specialisation, intra-warpgroup overlap).
 """
@@ -32,8 +32,8 @@ def attention_forward(call, output, schedule):
     """Attention of every tile; one program per SM.
 
     Args:
-        call: ``gpu.device.records.Call``: rows by TMA alone, lengths those of the tensors where packed, and, of
-            ``device.records``, ``Keys`` and ``Mods``.
+        call: ``gpu.device.records.Call``, with rows by TMA alone, and with the tensors' lengths if packed. Its keys and
+            mods are ``Keys`` and ``Mods`` from ``device.records``.
         output: ``device.records.Output``.
         schedule: ``Schedule``.
     """
@@ -47,12 +47,12 @@ def attention_forward(call, output, schedule):
     HELPERS: gl.constexpr = schedule.HELPER_WARPS
     COPIERS: gl.constexpr = 32 * HELPERS if schedule.GATHERS else 0
     keys = make_rings(dtype, BLOCK_N, BLOCK_D, schedule.STAGES, NUM_WARPGROUPS, COPIERS=COPIERS)
-    # Of an 8-bit cache the producer's loads are widened by one more role. With its warps the compiler may give a thread
-    # 128 registers, as many as a product of 256 columns takes alone.
+    # For an 8-bit cache one more role widens the producer's loads. With its warps the compiler may give a thread 128
+    # registers, as many as a product of 256 columns alone takes.
     WIDENS: gl.constexpr = schedule.WIDENS
     MOST: gl.constexpr = 128 if WIDENS else 256
     values = make_rings(dtype, BLOCK_N, call.v.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS, 1, MOST, COPIERS)
-    # A tile of a mixed batch that a program finds ahead of its time is one that no idle program can take.
+    # If a program finds a tile of a mixed batch ahead of time, no idle program can take the tile.
     ASKED: gl.constexpr = call.keys.CACHED and call.q.PACKED and schedule.counter is not None
     READERS: gl.constexpr = NUM_WARPGROUPS + (2 if WIDENS else 1)
     tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, READERS, ASKED)
@@ -67,7 +67,7 @@ def attention_forward(call, output, schedule):
     biases = bias_tiles + score_tensors(call.mods.scores, BIAS)
     masks = mask_tiles + score_tensors(call.mods.masks, MASK)
     alibi = alibi_terms(call.mods, call.queries.count)
-    # Softcap and a scale that is not > 0 apply to the products alone: terms are then added after them.
+    # Softcap, and a scale that is not > 0, apply to the products alone: terms are then added after them.
     HAS_SOFTCAP: gl.constexpr = place_of(call.mods.SCORES, "softcap") >= 0
     softcap = None
     if HAS_SOFTCAP:
@@ -77,12 +77,12 @@ def attention_forward(call, output, schedule):
                    call.mods.prescale is not None and not HAS_SOFTCAP, biases + alibi if IS_LATE else (), masks,
                    () if IS_LATE else biases, () if IS_LATE else alibi_by_mma(alibi, BLOCK_N),
                    () if IS_LATE else bias_tiles, by_tma if IS_LATE else mask_tiles)  # fmt: skip
-    # Registers of producer and scheduler. With 32 the first of two consumers has 8 fewer than the other, and the widest
-    # loop bodies of packed calls would spill; with 24 the scheduler has no room for the tile counter.
+    # Registers of producer and scheduler. With 32 the first of two consumers has 8 fewer than the second, and the
+    # widest loop bodies of packed calls would spill; with 24 the scheduler has no room for the tile counter.
     HAS_START: gl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None
     IS_WIDEST: gl.constexpr = call.q.PACKED and (HAS_START or HAS_SOFTCAP)
     FEW: gl.constexpr = 24 if IS_WIDEST and NUM_WARPGROUPS == 2 and not WIDENS else 32
-    # A producer that gathers gets more, and with it the scheduler, which is in its warpgroup.
+    # A producer that gathers gets more registers, and so does the scheduler, which is in the same warpgroup.
     MANY: gl.constexpr = schedule.HELPER_REGISTERS
     PRODUCERS: gl.constexpr = HELPERS if schedule.GATHERS else 1
     OF_PRODUCER: gl.constexpr = MANY if schedule.GATHERS else FEW

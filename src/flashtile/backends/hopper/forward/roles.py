@@ -42,7 +42,7 @@ from flashtile.backends.hopper.forward.softmax_step import (
     step,
 )
 
-# Blocks that a producer has yet to load of a tile when it asks for the next one: time to find it.
+# The number of a tile's blocks still to load when a producer asks for the next tile: time to find it.
 _AHEAD = gl.constexpr(2)
 # A column past the end of any tensor: TMA loads zeros.
 _NOWHERE = gl.constexpr(2**30)
@@ -50,7 +50,7 @@ _NOWHERE = gl.constexpr(2**30)
 
 @gluon.jit
 def scheduler(records, call, schedule):
-    """Finds tiles ahead of the roles that work on them: its divisions take longer than loading a short tile."""
+    """Finds tiles ahead of the other roles: its divisions take longer than loading a short tile."""
     tiles = 0
     place = 0
     is_end = False
@@ -67,8 +67,8 @@ def scheduler(records, call, schedule):
 def producer(channels, score_tiles, call, schedule):
     """Loads each tile's queries, and its key and value blocks from the last to the first.
 
-    In the order of use: a block's values follow the keys of the block scored after it, which is the next tile's first
-    block where tiles overlap.
+    It loads in the order of use: a block's values follow the keys of the block scored after it. That is the next tile's
+    first block, if tiles overlap.
     """
     records = channels.tiles
     tiles = 0
@@ -113,7 +113,7 @@ def load_last_values(channels, use, tiles, call, schedule):
 
 @gluon.jit
 def load_values(channels, use, tiles, n_block, call, schedule):
-    """Starts the load of a block of values. Those of quantised calls are columns, which are zeros where no key is."""
+    """Starts the load of a block of values. A quantised call's values are columns, with zeros where there is no key."""
     if call.keys.CACHED or channels.values[0].buffers.dtype.primitive_bitwidth > 8:
         load_block(call.v, channels.values, use, channels.tiles, tiles, n_block, call, schedule)
     else:
@@ -159,7 +159,7 @@ def load_score_tiles(score_tiles, records, tiles, use, n_block, call, schedule):
 
 @gluon.jit
 def make_outputs(output, schedule):
-    """The shared memory through which an output leaves in pieces, fewer buffers than these if more do not fit."""
+    """The shared memory for an output's pieces; it has fewer buffers if the given number does not fit."""
     WIDTH: gl.constexpr = output.desc.block_type.shape[4 if output.PACKED else 3]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([schedule.BLOCK_M, WIDTH], output.desc.dtype)
     shape: gl.constexpr = [schedule.NUM_WARPGROUPS * schedule.OUT_STAGES, schedule.BLOCK_M, WIDTH]
@@ -172,7 +172,7 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
     BLOCK_M: gl.constexpr = schedule.BLOCK_M
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, schedule.BLOCK_N, 16])
     zeros = gl.zeros([BLOCK_M, schedule.BLOCK_N], gl.float32, s_layout)
-    # Gives the dtype and layout of the probabilities.
+    # ``like`` has the dtype and layout of the probabilities.
     like = gl.convert_layout(zeros.to(channels.keys[0].buffers.dtype), gl.DotOperandLayout(0, s_layout, 2))
     rows = WARPGROUP * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, s_layout))
     tiles = 0
@@ -200,7 +200,7 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
 
         if schedule.OVERLAP:
             loop = open_tile(channels.tiles, tiles + 1, call, schedule, rows, zeros, mod, WARPGROUP)
-            # The next tile's first scores run under this one's last values and epilogue. After the last tile they are
+            # The next tile's first scores run during this tile's last values and epilogue. After the last tile they are
             # computed from stale buffers and discarded.
             s, pairs, q = first_scores(channels, tiles + 1, used + 1, loop, zeros, call, schedule, mod, WARPGROUP)
             accs = add_last_values(channels, used, state)
@@ -236,9 +236,9 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def pass_over(channels, tiles, used, n_block, loop, call, schedule, WARPGROUP: gl.constexpr):
-    """(used, n_block) behind all blocks of a tile but the first, if none of its rows are this warpgroup's.
+    """(used, n_block) after all blocks of a tile except the first, if none of its rows are this warpgroup's.
 
-    A decode has a warpgroup's rows at most, and another one's products would only delay them.
+    A decode has at most one warpgroup's rows, and products of another warpgroup would only delay it.
     """
     where = query_rows(channels.tiles, tiles, call)
     first = channels.tiles.get(tiles, "row") + WARPGROUP * schedule.BLOCK_M
@@ -255,7 +255,7 @@ def pass_over(channels, tiles, used, n_block, loop, call, schedule, WARPGROUP: g
 
 @gluon.jit
 def start_tile(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP: gl.constexpr):
-    """The softmax state after a tile's first block, with nothing else under way; see ``first_probs``."""
+    """The softmax state after a tile's first block, with no product under way; see ``first_probs``."""
     s, pairs, q = first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP)
     fetched = mod.fetch(pairs, zeros, call.mods)
     words = draw(zeros, pairs, loop.cipher, call)
@@ -270,7 +270,7 @@ def start_tile(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROU
 
 @gluon.jit
 def epilogue(accs, row_max, row_sum, channels, tiles, call, output, schedule, WARPGROUP: gl.constexpr):
-    """Normalises a tile's output, merges it with that over other keys, and stores it and lse."""
+    """Normalises a tile's output, merges it with the output over other keys, and stores it and lse."""
     rows_layout: gl.constexpr = row_max.type.layout
     records = channels.tiles
     where = query_rows(records, tiles, call)
@@ -290,14 +290,14 @@ def epilogue(accs, row_max, row_sum, channels, tiles, call, output, schedule, WA
         store(output.desc, out, channels.outputs, WARPGROUP * stages, stages, own)
     at = positions
     if schedule.PACK_GQA:
-        # lse has seqlen_q numbers a head.
+        # lse has seqlen_q numbers for each head.
         at += heads * call.queries.length
     gl.store(lse_at(output.lse, where, at, call, output.LSE_PARTS), lse, mask=positions < where.length)
 
 
 @gluon.jit
 def row_results(row_max, row_sum, where, heads, call, schedule):
-    """(what each row's output is multiplied with, its lse), with sinks; heads: those of rows within the group."""
+    """(each row's factor of the output, its lse), with sinks; heads: the rows' heads within the group."""
     total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
     if call.mods.sinks is not None:
         sink = gl.load(call.mods.sinks + (where.head if not schedule.PACK_GQA else where.head + heads))
@@ -320,8 +320,8 @@ def join_partial(accs, scale, lse, where, row, call, output, schedule, FIRST: gl
                  COLS: gl.constexpr = None):  # fmt: skip
     """(out, lse): a warpgroup's rows from ``row`` on, merged with the partial result if there is one.
 
-    Of all columns, or of COLS from FIRST on. A few columns at a time, to save registers. An output in float32 is stored
-    here.
+    The result has all columns, or COLS columns from FIRST on. A few columns are merged at a time, to save registers. A
+    float32 output is stored here.
     """
     start = where.b.to(gl.int64) * call.queries.length
     if call.q.PACKED:

@@ -1,7 +1,7 @@
-"""Which tile a persistent program works on next, where its rows and keys lie, and which key blocks it visits."""
+"""Chooses the next tile of a persistent program, its rows and keys, and the key blocks that it visits."""
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -12,27 +12,27 @@ from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows, also
 from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
 
-# Rows that share a scale, of 8-bit tensors.
+# The number of rows of an 8-bit tensor that share a scale.
 SCALE_ROWS = gl.constexpr(128)
 
-# Rows for which there are bounds of intervals.
+# The number of rows that share bounds of intervals.
 BOUNDS_BLOCK = gl.constexpr(records.BOUNDS_BLOCK)
-# The position of the one block of a tile whose list is empty, and a key past all others, where that block begins.
+# Sentinel position for an empty block list. It maps to key _LAST_KEY, which is out of bounds, so TMA loads zeros.
 NOWHERE = gl.constexpr(2**30)
 _LAST_KEY = gl.constexpr(2**28)
 
 
 @gluon.constexpr_function
 def has_own_blocks(left, right, bounds, own_lengths):
-    """Whether warpgroups differ in the blocks that they mask."""
+    """Whether warpgroups mask different blocks."""
     return left is not None or right is not None or bounds is not None or own_lengths
 
 
 @aggregate
 class Tile:
-    """``NUM_WARPGROUPS * BLOCK_M`` rows of a sequence, from ``row`` on, of ``head`` or of its group's heads from it on.
+    """``NUM_WARPGROUPS * BLOCK_M`` rows of a sequence from ``row`` on, for ``head`` or its group's heads from it on.
 
-    ``step`` comes after it.
+    ``step`` is the step after the tile's.
     """
 
     step: gl.tensor
@@ -48,7 +48,7 @@ class Tile:
 
 @gluon.jit
 def num_rows(seqlen_q, call, schedule):
-    """Rows of a sequence's tiles: its queries, or with PACK_GQA those of each head of a group, in whole strips."""
+    """The number of rows of a sequence's tiles: its queries, or with PACK_GQA a group's, rounded up to whole strips."""
     if schedule.PACK_GQA:
         return (seqlen_q + schedule.STRIP - 1) // schedule.STRIP * schedule.STRIP * call.heads.group_size
     else:
@@ -68,7 +68,7 @@ def query_of(row, call, schedule):
 
 @gluon.jit
 def positions_of(row, ROWS: gl.constexpr, seqlen_q, call, schedule):
-    """The first and the last position of ROWS rows; ``row`` is the first of a strip."""
+    """The first and the last position of ROWS rows; ``row`` is a strip's first row."""
     first, _ = query_of(row, call, schedule)
     last, _ = query_of(row + (ROWS - 1), call, schedule)
     return first, gl.minimum(last, seqlen_q - 1)
@@ -78,8 +78,8 @@ def positions_of(row, ROWS: gl.constexpr, seqlen_q, call, schedule):
 def _deal(step, num_places, counter_ptr):
     """(place, is_end): the index of this program's next tile, static or from an atomic counter.
 
-    Each program fetches one index past the end, so the highest index fetched is known: whoever gets it resets the
-    counter for the next launch.
+    Each program fetches one index past the end, so the highest index that is fetched is known. The program that gets it
+    resets the counter for the next launch.
     """
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     if counter_ptr is not None:
@@ -95,14 +95,14 @@ def _deal(step, num_places, counter_ptr):
 
 @gluon.jit
 def _place(step, call, schedule):
-    """(block, b, head, is_tile, is_end) of a step of this program."""
+    """(block, b, head, is_tile, is_end) for a step of this program."""
     rows: gl.constexpr = schedule.NUM_WARPGROUPS * schedule.BLOCK_M
-    # Heads or, with PACK_GQA, groups that have tiles; and the heads of each.
+    # The number of heads (with PACK_GQA groups) with tiles of their own, and the number of heads in each.
     own_heads, packed = call.heads.num_q, 1
     if schedule.PACK_GQA:
         own_heads, packed = call.heads.num_q // call.heads.group_size, call.heads.group_size
     SPARE: gl.constexpr = schedule.STRIP - 1 if schedule.PACK_GQA else 0
-    # Of lists nothing is known, but most are of causal masks.
+    # Lists may have any form, but most are made from causal masks.
     UNEVEN: gl.constexpr = call.mods.band.right is not None or call.mods.band.lists is not None
     if call.q.PACKED:
         num_tiles = scheduler.first_packed_tile(call.queries.length, call.queries.count + 1, rows, packed, SPARE)
@@ -137,17 +137,18 @@ def _place(step, call, schedule):
                 block = place - head * num_blocks
         b = head // own_heads
         if not UNEVEN:
-            # As place >= num_places, without a product that the compiler would hoist above warp_specialize.
+            # This equals place >= num_places, without a product that the compiler would hoist above warp_specialize.
             is_end = b >= call.queries.count
         return block, b, (head - b * own_heads) * packed, is_tile, is_end
 
 
 @gluon.jit
 def _by_turns(index, num_tiles, call):
-    """A place of a mixed batch's order, which takes tiles from its two ends by turns unless those at its end are long.
+    """A place in a mixed batch's order, which takes tiles from both ends in turn, unless the tiles at the end are long.
 
-    Servers put decodes before prompts. A decode's tile waits for memory, a prompt's computes: side by side each has
-    more of what it waits for. But a tile over many more keys than others, once started late, runs alone at the end.
+    Servers put decodes before prompts. A decode's tile waits for memory, a prompt's tile computes: side by side each
+    has more of the resource that it needs. But a tile over many more keys than others, started late, runs alone at the
+    end.
     """
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     _, keys = entry_and_length(gl.where(lanes == 31, call.queries.count - 1, lanes * call.queries.count // 32), call)
@@ -158,7 +159,7 @@ def _by_turns(index, num_tiles, call):
 
 @gluon.jit
 def _is_own(b, length, call):
-    """Whether this launch computes a sequence over a cache."""
+    """Whether this launch computes a sequence of a cached call."""
     cache = call.keys.cache
     is_own = length * call.heads.group_size > cache.few_rows
     if not is_own:
@@ -191,7 +192,7 @@ def next_tile(step, call, schedule):
 
 @gluon.jit
 def entry_and_length(b, call):
-    """A sequence's entry of the cache, or its first page in a list, and how many keys it has; none past the last."""
+    """A sequence's entry of the cache, or its first page's place in a list, and its number of keys; 0 past the last."""
     exists = b < call.queries.count
     cached, num_new = gl.load(call.keys.cache.cached + b, mask=exists, other=-1), call.keys.cache.num_new
     if call.keys.cache.cu_seqlens_new is not None:
@@ -207,7 +208,7 @@ def entry_and_length(b, call):
 
 @gluon.jit
 def _blocks_of(first, last, tile, call, schedule):
-    """``blocks.key_blocks`` of rows at positions of a tile's sequence."""
+    """``blocks.key_blocks`` for rows at positions in a tile's sequence."""
     right = call.mods.band.right
     if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
         if call.keys.cache.causal is not None:
@@ -220,7 +221,7 @@ def _blocks_of(first, last, tile, call, schedule):
 
 @gluon.jit
 def within_bounds(found, tile, entry, call, schedule, COUNT: gl.constexpr):
-    """What ``_blocks_of`` found, within the bounds of COUNT entries from ``entry`` on."""
+    """The results of ``_blocks_of``, narrowed to the bounds of COUNT entries from ``entry`` on."""
     exists = (tile.b < call.queries.count) & (entry >= 0)
     inner = intervals.bounds_of(call.mods.band.bounds, tile.b, tile.head, entry, exists, COUNT)
     return intervals.narrowed(found[0], found[1], found[2], found[3], inner, schedule.BLOCK_N)
@@ -228,16 +229,16 @@ def within_bounds(found, tile, entry, call, schedule, COUNT: gl.constexpr):
 
 @gluon.jit
 def right_of(b, call):
-    """The right bound of a sequence's rows, where that differs among sequences."""
+    """The right bound of a sequence's rows, if sequences have different ones."""
     is_causal = gl.load(call.keys.cache.causal + b, mask=b < call.queries.count, other=1) != 0
     return gl.where(is_causal, 0, call.mods.band.right)
 
 
 @gluon.jit
 def listed_blocks(tile, call, schedule):
-    """(n_block_min, n_partial_max, n_block_max, bits) of a tile whose list says what it loads, as positions in it.
+    """(n_block_min, n_partial_max, n_block_max, bits) for a tile with a list of its blocks, as positions in the list.
 
-    The mask's function or bits, see ``lists.bits_of``, decide about blocks before n_partial_max.
+    In blocks before n_partial_max the mask's function or bits (``lists.bits_of``) decide.
     """
     SPLIT: gl.constexpr = call.mods.band.lists.OTHER // schedule.BLOCK_N
     exists = (tile.b < call.queries.count) & (tile.row >= 0)
@@ -253,7 +254,7 @@ def listed_blocks(tile, call, schedule):
 
 @gluon.jit
 def number_of(n_block, call, schedule):
-    """The number of the block of keys at a position of a tile's way: of a list, or of all blocks.
+    """The number of the block of keys at a position of a tile's loop, which runs over a list or over all blocks.
 
     After the last tile the position is -1.
     """
@@ -267,7 +268,7 @@ def number_of(n_block, call, schedule):
 
 @gluon.jit
 def key_blocks(tile, call, schedule):
-    """The key blocks [n_block_min, n_block_max) that a tile loads: at least one.
+    """The key blocks [n_block_min, n_block_max) that a tile loads; there is at least one.
 
     A tile without keys gets a block past the end of the keys, which TMA fills with zeros.
     """
@@ -285,7 +286,7 @@ def key_blocks(tile, call, schedule):
 
 @gluon.jit
 def warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, call, schedule):
-    """Which of a tile's key blocks [n_block_min, n_block_max) a warpgroup masks and skips; also for several at once.
+    """The blocks of a tile's [n_block_min, n_block_max) that a warpgroup masks or skips; also for several warpgroups.
 
     Returns:
         (n_full_min, n_full_max, skipped): blocks outside [n_full_min, n_full_max) need a mask. The warpgroup skips
@@ -302,11 +303,11 @@ def warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, call, schedule):
     return n_full_min, n_full_max, skipped
 
 
-# What the scheduler tells the other roles of a tile. n_block_max is 0 after the last tile; with lists it, n_block_min
-# and n_partial_max are positions in them; start_k is the entry of a
-# cache; position is the key position of the tile's first row, with PACK_GQA of the sequence's first query; right is the
-# band's, where sequences of a cache have their own. With
-# PACK_GQA, a warpgroup's own query and head are the position and the head within the group of its first row.
+# The record of a tile, from the scheduler to the other roles. n_block_max is 0 after the last tile. With lists,
+# n_block_min, n_block_max and n_partial_max are positions in them. start_k may be an entry of a cache. position is the
+# key position of the tile's first row, with PACK_GQA of the sequence's first query. right is the band's right bound, if
+# sequences of a cache have their own. With PACK_GQA, a warpgroup's own query and head are the position, and the head
+# within the group, of its first row.
 FIELDS = gl.constexpr(
     "n_block_min n_block_max row head head_kv sequence start_q seqlen_q start_k seqlen_k position right"
 )  # fmt: skip
@@ -358,7 +359,7 @@ def publish_tile(records, use, tile, call, schedule):
 
 @gluon.jit
 def query_rows(records, use, call):
-    """Where a tile's queries and its output lie."""
+    """The ``HeadRows`` of a tile's queries and output."""
     start, length = gl.to_tensor(0), call.queries.length
     if call.q.PACKED:
         start, length = records.get(use, "start_q"), records.get(use, "seqlen_q")
@@ -367,7 +368,7 @@ def query_rows(records, use, call):
 
 @gluon.jit
 def key_rows(records, use, call):
-    """Where a tile's keys and values lie."""
+    """The ``HeadRows`` of a tile's keys and values."""
     start, length = gl.to_tensor(0), call.keys.length
     if call.q.PACKED:
         start, length = records.get(use, "start_k"), records.get(use, "seqlen_k")
@@ -376,12 +377,13 @@ def key_rows(records, use, call):
 
 @gluon.jit
 def cached_keys(records, use, n_block, call, schedule, FILLS: gl.constexpr):
-    """Where a tile's block of keys or values lies in a cache: ((``HeadRows``, first row), ...), of as many rows each.
+    """The place of a tile's block of keys or values in a cache: ((``HeadRows``, first row), ...), of equally many rows.
 
-    Pages smaller than a block are a box each; each lane of the warp loads the number of one page, up to the last that
-    has keys. FILLS: the map treats a page as a packed sequence, so TMA fills rows past the keys with zeros. Values need
-    that, as 0 times NaN is NaN. Else the map has entries or pages, and rows past the keys hold whatever the cache has:
-    their scores are masked.
+    Pages smaller than a block are a box each; each lane of the warp loads the number of one page, up to the last page
+    with keys. FILLS: the map treats a page as a packed sequence, so TMA fills rows past the keys with zeros. Values
+    need this, because 0 times NaN is NaN. Otherwise the map has entries or pages, and rows past the keys have the
+    cache's
+    contents: their scores are masked.
     """
     PAGE: gl.constexpr = call.keys.cache.PAGE_SIZE
     BLOCK_N: gl.constexpr = schedule.BLOCK_N
@@ -391,7 +393,7 @@ def cached_keys(records, use, n_block, call, schedule, FILLS: gl.constexpr):
         return ((_rows_of(entry, seqlen_k, head, call, FILLS), n_block * BLOCK_N),)
     elif PAGE >= BLOCK_N:
         table = _table(records, use, call)
-        # Blocks are not negative, which the compiler does not know: masks and shifts are cheaper.
+        # Block numbers are not negative, which the compiler does not know: masks and shifts are cheaper.
         PER_PAGE: gl.constexpr = PAGE // BLOCK_N
         place, row = n_block >> log2(PER_PAGE), (n_block & (PER_PAGE - 1)) * BLOCK_N
         length = gl.minimum(gl.maximum(seqlen_k - place * PAGE, 0), PAGE)
@@ -414,14 +416,14 @@ def cached_keys(records, use, n_block, call, schedule, FILLS: gl.constexpr):
 
 @gluon.jit
 def pages_of_rows(records, use, rows, call):
-    """The pages that some of a tile's keys lie in, 0 for rows past them."""
+    """The pages of some of a tile's keys; 0 for rows past the keys."""
     place = rows >> log2(call.keys.cache.PAGE_SIZE)
     return gl.load(_table(records, use, call) + place, mask=rows < records.get(use, "seqlen_k"), other=0)
 
 
 @gluon.jit
 def place_in_pages(records, use, keys, call):
-    """(page, row within it) of some of a tile's keys, where pages have any number of rows; page 0 past the last key."""
+    """(page, row in the page) for some of a tile's keys, with pages of any number of rows; page 0 past the last key."""
     paging = call.keys.cache.paging
     number = gl.umulhi(2 * keys, paging.multiplier) >> paging.shift
     page = gl.load(_table(records, use, call) + number, mask=keys < records.get(use, "seqlen_k"), other=0)
@@ -436,7 +438,7 @@ def first_scale(start, b):
 
 @gluon.jit
 def _table(records, use, call):
-    """Where the pages of a tile's sequence are listed."""
+    """The address of the list of pages of a tile's sequence."""
     if call.keys.cache.indptr is not None:
         return call.keys.cache.pages + records.get(use, "start_k")
     else:
@@ -445,25 +447,25 @@ def _table(records, use, call):
 
 @gluon.jit
 def _rows_of(entry, length, head, call, FILLS: gl.constexpr):
-    """``HeadRows`` of an entry or a page, of which ``length`` rows have keys."""
+    """``HeadRows`` of an entry or a page; its first ``length`` rows have keys."""
     return HeadRows(gl.to_tensor(entry), head, entry * call.keys.cache.v_pitch, length, FILLS)
 
 
 @gluon.jit
 def _of_lane(x, lanes, i: gl.constexpr):
-    """The number that lane i holds, of numbers >= 0."""
+    """The number that lane i holds; all numbers are >= 0."""
     return gl.max(gl.where(lanes == i, x, 0), 0)
 
 
 @gluon.constexpr_function
 def log2(power):
-    """Of a power of two."""
+    """The logarithm of a power of two."""
     return power.bit_length() - 1
 
 
 @gluon.jit
 def lse_offset(rows, call):
-    """Where in lse the ``query_rows`` of a tile's sequence and head begin."""
+    """The offset in lse of the ``query_rows`` of a tile's sequence and head."""
     if call.q.PACKED:
         return rows.head * call.queries.length + rows.start
     else:
@@ -472,7 +474,7 @@ def lse_offset(rows, call):
 
 @gluon.jit
 def lse_at(ptr, where, rows, call, PARTS: gl.constexpr):
-    """Where the lse of some of their rows are, from ``ptr`` on, PARTS numbers a row; ``where``: ``query_rows``."""
+    """The addresses of some rows' lse, from ``ptr``, with PARTS numbers a row; ``where``: ``query_rows``."""
     if PARTS == 1:
         return ptr + lse_offset(where, call) + rows
     else:
@@ -481,11 +483,11 @@ def lse_at(ptr, where, rows, call, PARTS: gl.constexpr):
 
 @gluon.jit
 def queries_of(records, use, rows, call, schedule, WARPGROUP: gl.constexpr):
-    """(position, head within the group) of some of a warpgroup's rows, which are counted from 0."""
+    """(position, head within the group) for some of a warpgroup's rows, which are counted from 0."""
     if schedule.PACK_GQA:
         position = records.get_own(use, "query", WARPGROUP) + rows % schedule.STRIP
         head = records.get_own(use, "head", WARPGROUP) + rows // schedule.STRIP
-        # A group has at least two heads, so the strips of a warpgroup wrap around it that often at most.
+        # A group has at least two heads, so a warpgroup's strips wrap around it at most this often.
         for _ in gl.static_range(schedule.BLOCK_M // schedule.STRIP // 2):
             is_past = head >= call.heads.group_size
             position += gl.where(is_past, schedule.STRIP, 0)
@@ -497,7 +499,7 @@ def queries_of(records, use, rows, call, schedule, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def strips(records, use, call, schedule, WARPGROUP: gl.constexpr):
-    """A warpgroup's rows of a tile by head: ((``HeadRows``, first position), ...)."""
+    """A warpgroup's rows in a tile, by head: ((``HeadRows``, first position), ...)."""
     rows = query_rows(records, use, call)
     if schedule.PACK_GQA:
         position = records.get_own(use, "query", WARPGROUP)

@@ -1,7 +1,7 @@
 """One block of keys in the Hopper forward: its scores, its softmax, and the values of the block before it."""
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
@@ -36,10 +36,10 @@ from flashtile.backends.hopper.forward.scheduler import number_of, queries_of, q
 
 @aggregate
 class Channels:
-    """What producer and consumers hand each other: tile records, and rings of each part of queries, keys and values.
+    """The channels between producer and consumers: tile records, and rings of each part of queries, keys and values.
 
-    ``queries`` are those of one warpgroup; for the producer, a tuple of all warpgroups'. ``outputs`` is shared memory
-    through which TMA stores the output, None where there is none, and for the producer.
+    ``queries`` belong to one warpgroup; the producer has a tuple for all warpgroups. ``outputs`` is shared memory from
+    which TMA stores the output; None without it, and for the producer.
     """
 
     tiles: Records
@@ -54,9 +54,10 @@ class KeyLoop:
     """A warpgroup's key blocks of a tile, from ``n_block`` down to ``n_block_min``.
 
     Blocks outside [n_full_min, n_full_max) need a mask. ``skipped`` blocks, 0 or 1, above ``n_block`` are skipped.
-    With lists, blocks are positions, those before ``n_partial_max`` are partial, and [n_full_min, n_full_max) numbers.
-    ``first_keys`` and ``last_keys`` are those that each row keeps, as ``from_thread_column`` counts them;
-    ``slope`` is ALiBi's, ``read`` what users' functions read once a tile, ``cipher`` the head's for dropout.
+    With lists, blocks are positions, blocks before ``n_partial_max`` are partial, and [n_full_min, n_full_max) are
+    block numbers. ``first_keys`` and ``last_keys`` bound the keys that each row keeps, as ``from_thread_column`` counts
+    them. ``slope`` is ALiBi's, ``read`` holds the loads of users' functions once a tile, ``cipher`` is the head's for
+    dropout.
     """
 
     is_tile: gl.tensor
@@ -78,8 +79,9 @@ class KeyLoop:
 class State:
     """The online softmax of a warpgroup's rows between two blocks of keys.
 
-    ``probs`` are those of the last block, not yet multiplied with its values; ``accs`` [BLOCK_M, ...], one per part of
-    the values' columns, must be multiplied by ``factor`` first. ``row_max`` is in base 2, ``row_sum`` [BLOCK_M, 4] has
+    ``probs`` belong to the last block and are not yet multiplied with its values. ``accs`` [BLOCK_M, ...], one for each
+    part of the values' columns, must be multiplied by ``factor`` first. ``row_max`` is in base 2, ``row_sum`` [BLOCK_M,
+    4] has
     each thread's partial sum.
     """
 
@@ -93,13 +95,13 @@ class State:
 
 @gluon.jit
 def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.constexpr):
-    """Waits for a tile's record and reads what its loop needs."""
+    """Waits for a tile's record, and reads the numbers that its loop needs."""
     records.ring.wait(tiles)
     n_block_max = records.get(tiles, "n_block_max")
     n_block_min = records.get(tiles, "n_block_min")
     skipped, n_full_min = gl.to_tensor(0), gl.to_tensor(0)
     positions, seqlen_k = rows, call.keys.length
-    # Without a band, all blocks are full but the one in which the keys end.
+    # Without a band, all blocks are full except the block in which the keys end.
     LISTED: gl.constexpr = call.mods.band.lists is not None
     n_partial_max, bits = gl.to_tensor(0), gl.to_tensor(0)
     if LISTED:
@@ -154,7 +156,7 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
 
 @gluon.jit
 def block_pairs(records, tiles, use, loop, n_block, number, call, schedule, is_tile, WARPGROUP: gl.constexpr):
-    """Where a warpgroup's block of scores lies, of which ``number_of`` says the number; no rows if there is no tile."""
+    """The ``Pairs`` of a warpgroup's block; ``number`` is from ``number_of``. Without a tile the block has no rows."""
     where = query_rows(records, tiles, call)
     row = records.get(tiles, "row") + WARPGROUP * schedule.BLOCK_M
     seqlen_k = call.keys.length
@@ -184,9 +186,9 @@ def is_edge(loop, number, call):
 
 @gluon.jit
 def shape_scores(s, mod, pairs, fetched, call, loop, edge, MASKED: gl.constexpr):
-    """Applies score and mask mods and the band to a block; (scores, shift) as ``Transforms.scores``."""
+    """Applies score and mask mods and the band to a block; returns (scores, shift) as ``Transforms.scores``."""
     s, shift = mod.scores(s, pairs, fetched, call.mods)
-    # MASKED is decided when the kernel is compiled, edge when it runs.
+    # MASKED is decided when the kernel is compiled, and edge when it runs.
     if MASKED:  # noqa: SIM102
         if edge:
             first, last = loop.first_keys - pairs.key, loop.last_keys - pairs.key
@@ -211,15 +213,15 @@ def exponentials(s, scale_log2, finite_max, shift):
 
 @gluon.jit
 def operand(probs, like):
-    """Probabilities as the left operand of the product with the values."""
+    """Probabilities as the left operand of their product with values."""
     return gl.convert_layout(probs.to(like.dtype), like.type.layout)
 
 
 @gluon.jit
 def start_first_scores(channels, tiles, used, loop, x, q, ADDS: gl.constexpr = False, DIM: gl.constexpr = None):
-    """Starts a tile's first scores, ``x`` plus products if it ADDS; without a tile, those of stale buffers.
+    """Starts a tile's first scores, added to ``x`` if it ADDS; without a tile, the scores of stale buffers.
 
-    q, DIM: as of ``start_scores``.
+    q, DIM: as in ``start_scores``.
     """
     keys = channels.keys[0]
     keys.skip(used, loop.skipped, loop.is_tile)
@@ -231,7 +233,7 @@ def start_first_scores(channels, tiles, used, loop, x, q, ADDS: gl.constexpr = F
 
 @gluon.jit
 def first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP: gl.constexpr):
-    """(``start_first_scores`` on top of the early terms, the block's ``Pairs``, the queries: see ``State``)."""
+    """(``start_first_scores`` added to the early terms, the block's ``Pairs``, the queries: see ``State``)."""
     score_tiles = mod.early_tiles + mod.late_tiles
     for i in gl.static_range(len(score_tiles)):
         score_tiles[i].ring(WARPGROUP).skip(used, loop.skipped, loop.is_tile)
@@ -258,7 +260,7 @@ def first_probs(s, mod, pairs, fetched, words, call, schedule, loop):
     edge = is_edge(loop, number_of(loop.n_block, call, schedule), call)
     s, shift = shape_scores(s, mod, pairs, fetched, call, loop, edge, True)
     nothing = gl.full([schedule.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
-    # MAY_BE_EMPTY: a tile may have no key at all, whatever the mask.
+    # MAY_BE_EMPTY: a tile may have no key at all, under any mask.
     tops = gl.max(s, 1) * mod.scale_log2 if len(shift) == 0 else row_tops(s, nothing, mod.scale_log2, shift)
     tops = mod.release(pairs, tops)
     row_max, finite_max, _ = softmax.raise_max(nothing, tops, True)
@@ -270,9 +272,10 @@ def first_probs(s, mod, pairs, fetched, words, call, schedule, loop):
 def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod, WARPGROUP: gl.constexpr):
     """Multiplies the probabilities of use ``used`` with its values while block ``n_block``, the next use, is scored.
 
-    ``accs`` are rescaled under the scores' product, with ping-pong before the barrier. One loop runs over masked and
-    unmasked blocks: carried from one loop into another, packed probabilities would be unpacked and repacked in each
-    step, 64 byte permutes (a loop of its own for masked blocks took 1.2 to 1.3 times as long: docs/tuning-notes.md).
+    ``accs`` are rescaled during the scores' product, with ping-pong before the barrier. One loop runs over masked and
+    unmasked blocks: if packed probabilities were carried from one loop into another, each step would unpack and repack
+    them, with 64 byte permutes (a loop of its own for masked blocks took 1.2 to 1.3 times as long:
+    docs/tuning-notes.md).
     """
     row_max, accs = state.row_max, state.accs
     number = number_of(n_block, call, schedule)
@@ -302,11 +305,11 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
         fetched = mod.fetch(pairs, zeros, call.mods)
     channels.keys[0].release(used + 1)
     if not schedule.OVERLAP:
-        # The only buffer of the queries: the next tile's are loaded while this one ends.
+        # Queries have a single buffer: the next tile's queries are loaded while this tile ends.
         channels.queries[0].release(tiles, n_block == loop.n_block_min)
 
     s, shift = shape_scores(s, mod, pairs, fetched, call, loop, edge, schedule.HAS_EDGES)
-    # A bias may be -inf, too, and what a function returns.
+    # A bias, or a function's result, may also be -inf.
     terms: gl.constexpr = len(mod.terms) + len(mod.early) + len(mod.alibi_by_mma)
     listed: gl.constexpr = call.mods.band.lists is not None
     may_be_empty: gl.constexpr = schedule.HAS_EDGES or listed or terms + len(mod.masks) + len(loop.read) > 0
@@ -316,7 +319,7 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, state.row_sum.type.layout))
     row_sum = state.row_sum * sum_factor[:, None] + thread_sums(e)
     if schedule.NUM_WARPGROUPS == 2:
-        # With three warpgroups the two others keep the tensor cores busy, and ptxas's early wait costs less.
+        # With three warpgroups the other two keep the tensor cores busy, and ptxas's early wait costs less.
         row_sum = compute_before_wait(row_sum)
     probs = operand(thinned(e, words, call, 0.0), state.probs)
 
@@ -327,7 +330,7 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
 
 @gluon.jit
 def add_last_values(channels, used, state):
-    """Starts the product of a tile's last probabilities with their values."""
+    """Starts the product of a tile's last probabilities and their values."""
     accs = rescale_rows(state.accs, state.factor)
     channels.values[0].wait(used)
     return add_products(state.probs, channels.values, used, accs)

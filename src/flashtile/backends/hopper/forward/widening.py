@@ -1,12 +1,12 @@
-"""The role that makes 16-bit blocks of keys and values from an 8-bit cache's, for the consumers of the forward.
+"""The role that widens blocks of keys and values from an 8-bit cache to 16 bits, for the consumers of the forward.
 
-TMA loads a block of 8 bits into the first half of the 16-bit buffer that it becomes, so it takes no memory of its own.
-The role's warps read a part of it into registers, wait until all have, and write the 16-bit numbers over the whole of
-it. With three warpgroups it lands in a buffer of its own. What a consumer sees is a cache that holds 8 bits times
-scale, rounded to q's dtype.
+TMA loads an 8-bit block into the first half of the 16-bit buffer that it becomes, so it takes no memory of its own. The
+role's warps read a part of the block into registers, wait until all have read, and write the 16-bit numbers over the
+whole part. With three warpgroups the block is loaded into a separate buffer. To consumers the cache holds 8-bit numbers
+times their scale, rounded to q's dtype.
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands after a return, decided or not.
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -71,10 +71,10 @@ def widen_values(channels, landings, use, tiles, n_block, call, schedule):
 
 @gluon.jit
 def widen(rings, landing, use, scale, records, tiles, n_block, operand, call, schedule):
-    """Widens a block once it has landed, and publishes it.
+    """Widens a block after it is loaded, and publishes it.
 
-    A pass takes as many rows of a part as registers hold. In place each row of a tile of 128 or 256 columns lies within
-    the row that it becomes; of other tiles it does not, so one pass reads a part whole.
+    A pass widens as many rows of a part as registers can hold. In place, each row of a tile of 128 or 256 columns lies
+    within the row that it becomes. For other tiles it does not, so one pass reads a whole part.
     """
     IN_PLACE: gl.constexpr = schedule.NUM_WARPGROUPS == 2
     COLS: gl.constexpr = operand.BLOCK_DIM
@@ -116,14 +116,14 @@ def widen_rows(
             numbers = numbers * factor
     numbers = numbers.to(tile.dtype)
     if schedule.NUM_WARPGROUPS == 2:
-        # In place: all that is overwritten has been read.
+        # In place: after this barrier all bytes that are overwritten have been read.
         thread_barrier()
     box_of(tile, j * ROWS, ROWS, 0).store(numbers)
 
 
 @gluon.jit
 def factor_of_block(scale, records, tiles, n_block, call, schedule):
-    """The factor of all rows of a block, 1 where it has none or no rows, lest 0 become NaN."""
+    """The factor of all rows of a block; 1 without one, and for a block without rows, so that 0 does not become NaN."""
     PAGE_SIZE: gl.constexpr = call.keys.cache.PAGE_SIZE
     if scale.ptr is None or differs_in_block(scale.entry_step, PAGE_SIZE, schedule.BLOCK_N):
         return gl.to_tensor(1.0)
@@ -138,7 +138,7 @@ def factor_of_block(scale, records, tiles, n_block, call, schedule):
 
 @gluon.jit
 def factor_of_rows(scale, records, tiles, rows, call):
-    """The factors of some rows of a tile's keys, by their pages; 1 past the last key."""
+    """The factors of some rows of a tile's keys, by the rows' pages; 1 past the last key."""
     pages = pages_of_rows(records, tiles, rows, call)
     at = scale.ptr + pages.to(gl.int64) * scale.entry_step + records.get(tiles, "head_kv")
     return gl.load(at, mask=rows < records.get(tiles, "seqlen_k"), other=1.0)
@@ -146,15 +146,15 @@ def factor_of_rows(scale, records, tiles, rows, call):
 
 @gluon.constexpr_function
 def differs_in_block(entry_step, page_size, block_n):
-    """Whether the rows of a block may have several factors: it has several pages."""
+    """Whether the rows of a block may have several factors, because it has several pages."""
     return entry_step is not None and 0 < page_size < block_n
 
 
 @gluon.constexpr_function
 def rows_of_pass(cols, shape, warps, in_place):
-    """Rows of a part, of this shape, of a tile of so many columns, that are widened at once.
+    """The number of rows of a part that are widened at once, in a tile of ``cols`` columns.
 
-    In place they have 64 bytes a thread, and may have to be all; elsewhere 16 bytes, since registers are few.
+    In place it is 64 bytes a thread, and may have to be all rows; elsewhere 16 bytes, because registers are few.
     """
     rows = warps * 32 * (64 if in_place else 16) // shape[1]
     return min(rows, shape[0]) if not in_place or cols % 128 == 0 else shape[0]

@@ -1,6 +1,6 @@
 """What the kernel over latent rows gets beside a cached call, and what its roles hand each other."""
 
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 
 from triton.experimental.gluon import language as gl
 

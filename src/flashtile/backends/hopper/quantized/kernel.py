@@ -1,10 +1,11 @@
-"""Attention forward of e4m3 tensors for Hopper: both products in 8 bits, each block's own scales, sums in float32.
+"""Attention forward of e4m3 tensors for Hopper: both products in 8 bits, with scales by block, and sums in float32.
 
-The roles, the tiles and their order are those of ``forward.kernel``; here is what 8 bits change. A block's scores are
-multiplied by the scales of its queries and keys where the softmax scale is. Probabilities are rounded to e4m3 after a
-factor of 2^8, and lie in registers as WGMMA takes its left operand, since each 16 keys of the values come in the order
-of ``quantization.blocks.ORDER``. WGMMA sums 8-bit products with about 13 bits, so each block's product with the values
-starts from 0 and is added in float32, in units of the block's own scale. Source: Shah et al. 2024, FlashAttention-3,
+The roles, the tiles and their order are as in ``forward.kernel``; here are the differences for 8 bits. A block's scores
+are multiplied by the scales of its queries and keys together with the softmax scale. Probabilities are multiplied by
+2^8 and rounded to e4m3. They are in registers in the order of WGMMA's left operand, since each 16 keys of the values
+have the order of ``quantization.blocks.ORDER``. WGMMA sums 8-bit products with about 13 bits, so each block's product
+with values starts from 0 and is added in float32, in units of the block's own scale. Source: Shah et al. 2024,
+FlashAttention-3,
 arXiv:2407.08608, section 3.3.
 """
 
@@ -26,12 +27,12 @@ def attention_quantized(call, scales, output, schedule, WIDTH: gl.constexpr, BEH
     """Attention of every tile; one program per SM.
 
     Args:
-        call: As of ``attention_forward``, but v's map is ``launch.columns_map``.
+        call: As in ``attention_forward``, but v's map is ``launch.columns_map``.
         scales: ``Scales`` of blocks of 128 rows.
-        output: As of ``attention_forward``, by TMA.
+        output: As in ``attention_forward``, stored by TMA.
         schedule: ``Schedule``.
-        WIDTH: As of ``roles.consumer``.
-        BEHIND: As of ``roles.consumer``.
+        WIDTH: As in ``roles.consumer``.
+        BEHIND: As in ``roles.consumer``.
     """
     dtype: gl.constexpr = call.q.desc.dtype
     BLOCK_M: gl.constexpr = schedule.BLOCK_M

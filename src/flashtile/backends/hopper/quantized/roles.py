@@ -1,6 +1,6 @@
-"""The consumers of the Hopper forward of 8-bit tensors; its scheduler and producer are ``forward.roles``'s."""
+"""The consumers of the Hopper forward for 8-bit tensors; scheduler and producer are ``forward.roles``'s."""
 
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
@@ -47,7 +47,7 @@ class State:
 
 @aggregate
 class Block:
-    """A block's products of queries and keys, complete, their scale, and that of its values."""
+    """A block's complete products of queries and keys, their scale, and its values' scale."""
 
     s: gl.tensor
     score: gl.tensor
@@ -56,7 +56,7 @@ class Block:
 
 @aggregate
 class Place:
-    """Where a warpgroup is: in which tile, at which use of the rings, and at which block of keys."""
+    """The place of a warpgroup's work: the tile, the use of the rings, and the block of keys."""
 
     tiles: gl.tensor
     used: gl.tensor
@@ -71,8 +71,8 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
     """One warpgroup: BLOCK_M rows of every tile.
 
     The probabilities of a block are multiplied with its values WIDTH columns at a time and added to the output. BEHIND:
-    that product is issued after the next block's scores and runs under their row maxima; else before them, which takes
-    fewer registers. The other warpgroups' products run under this one's exponentials.
+    the values' product is issued after the next block's scores and runs during their row maxima; else before the
+    scores, which takes fewer registers. The other warpgroups' products run during this one's exponentials.
     """
     BLOCK_M: gl.constexpr = schedule.BLOCK_M
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, schedule.BLOCK_N, 32])
@@ -112,7 +112,7 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
         accs, t = start_products(
             packed_operand(state.words, WIDTH), channels.values[0].at(used), state.accs, state.factor
         )
-        # The next tile's first scores run under this one's epilogue; after the last tile, on stale buffers.
+        # The next tile's first scores run during this tile's epilogue; after the last tile, on stale buffers.
         loop = open_tile(channels.tiles, tiles + 1, call, schedule, rows, zeros, mod, WARPGROUP)
         own = tile_scales(channels, tiles + 1, scales, loop, call, schedule, WARPGROUP)
         score, unit = fetch_block(scales, own, loop.n_block, schedule, True)
@@ -140,7 +140,7 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
 
 @gluon.jit
 def first_block_of(channels, tiles, used, loop, own, zeros, scales, schedule):
-    """A tile's first ``Block``, with nothing else under way."""
+    """A tile's first ``Block``, with no other product under way."""
     score, unit = fetch_block(scales, own, loop.n_block, schedule, True)
     s = start_first_scores(channels, tiles, used, loop, zeros, ())
     s = warpgroup_mma_wait(0, deps=[s])
@@ -188,14 +188,14 @@ def step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND: gl.con
 @gluon.jit
 def finish_tile(accs, state, channels, tiles, call, scales, output, schedule, WARPGROUP: gl.constexpr):
     """Stores a tile's output, of complete ``accs``, and lse."""
-    # At 256 columns ptxas would load the shift and the output's scale ahead of the loop over keys, which then spills.
+    # At 256 columns ptxas would load the shift and the output's scale before the loop over keys, which then spills.
     VOLATILE: gl.constexpr = output.BLOCK_DIM > 128 and scales.out is not None
     row_max = state.row_max - PROBS_LOG2
     if scales.shift is not None:
         where = query_rows(channels.tiles, tiles, call)
         row = channels.tiles.get(tiles, "row") + WARPGROUP * schedule.BLOCK_M
         rows = row + gl.arange(0, schedule.BLOCK_M, row_max.type.layout)
-        # The rows past the last packed sequence have none.
+        # Rows past the last packed sequence have no shift.
         exists = (rows < where.length) & (where.b < call.queries.count)
         shift = gl.load(scales.shift + lse_offset(where, call) + rows, mask=exists, other=0.0, volatile=VOLATILE)
         row_max += shift * scales.shift_scale

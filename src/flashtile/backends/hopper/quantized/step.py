@@ -1,6 +1,6 @@
-"""One block of keys in the Hopper forward of 8-bit tensors: its scales, softmax, and product with the values."""
+"""One block of keys in the Hopper forward for 8-bit tensors: its scales, its softmax, and its product with values."""
 
-# Annotations are read by Triton's aggregate as the types they are, so they must not be turned into strings.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
@@ -13,15 +13,15 @@ from flashtile.backends.hopper.device.parts import also, box_of
 from flashtile.backends.hopper.forward.scheduler import SCALE_ROWS, first_scale, query_rows
 from flashtile.backends.hopper.forward.softmax_step import block_pairs, is_edge, shape_scores
 
-# log2 of the factor of probabilities: the largest of a row become 256 of e4m3's 448.
+# log2 of the factor of probabilities: a row's largest probability becomes 256, of e4m3's 448.
 PROBS_LOG2 = gl.constexpr(8.0)
 
 
 @aggregate
 class TileScales:
-    """The scales of a warpgroup's rows of a tile: the factor of its scores, and where those of its keys begin.
+    """The scales for a warpgroup's rows of a tile: the factor of its scores, and the place of its keys' first scale.
 
-    ``num_keys`` is 0 where there is no tile.
+    ``num_keys`` is 0 if there is no tile.
     """
 
     score: gl.tensor
@@ -32,13 +32,13 @@ class TileScales:
 
 @gluon.jit
 def scales_at(scale, b, head, first):
-    """Where a sequence's scales begin: ``first`` is the number of its first block."""
+    """The address of a sequence's first scale; ``first`` is the number of its first block."""
     return b * scale.batch_step + head * scale.head_step + first * scale.block_step
 
 
 @gluon.jit
 def scale_of(scale, start, row, exists):
-    """The scale of a row, 1 if it does not exist."""
+    """The scale of a row; 1 if the row does not exist."""
     return gl.load(scale.ptr + start + row // SCALE_ROWS * scale.block_step, mask=exists, other=1.0)
 
 
@@ -54,7 +54,7 @@ def tile_scales(channels, tiles, scales, loop, call, schedule, WARPGROUP: gl.con
         num_keys, own_b = records.get(tiles, "seqlen_k"), gl.to_tensor(0)
     num_keys = gl.where(loop.is_tile, num_keys, 0)
     row = records.get(tiles, "row") + WARPGROUP * schedule.BLOCK_M
-    # Of three warpgroups' rows the last may have no scale.
+    # With three warpgroups, the last one's rows may have no scale.
     exists = (num_keys > 0) & (row < query_rows(records, tiles, call).length)
     q_scale = scale_of(scales.q, scales_at(scales.q, own_b, head, first_q), row, exists)
     k_at, v_at = scales_at(scales.k, own_b, head_kv, first_k), scales_at(scales.v, own_b, head_kv, first_k)
@@ -63,9 +63,9 @@ def tile_scales(channels, tiles, scales, loop, call, schedule, WARPGROUP: gl.con
 
 @gluon.jit
 def fetch_block(scales, own, n_block, schedule, CHECKED: gl.constexpr):
-    """The scale of a block's products, and that of its values; block 0's before block 0.
+    """The scale of a block's products, and its values' scale; before block 0 the scales of block 0.
 
-    CHECKED: there may be no tile, or the block may stand past the end of the keys, as that of rows without keys does.
+    CHECKED: there may be no tile, or the block may be past the end of the keys, as for rows without keys.
     """
     row = gl.maximum(n_block, 0) * schedule.BLOCK_N
     exists = row < own.num_keys if CHECKED else True
@@ -76,7 +76,7 @@ def fetch_block(scales, own, n_block, schedule, CHECKED: gl.constexpr):
 def raise_max(channels, at, row_max, block, call, schedule, mod, MASKED: gl.constexpr, WARPGROUP: gl.constexpr):
     """(scores, scale, row_max, finite_max, factor): a block's scores, their factor, and ``softmax.raise_max``.
 
-    finite_max is 8 less, so that probabilities come out times 2^8. MASKED: the block may need the band's mask.
+    finite_max is 8 less, so that probabilities are multiplied by 2^8. MASKED: the block may need the band's mask.
     """
     loop, n_block = at.loop, at.n_block
     pairs = block_pairs(channels.tiles, at.tiles, 0, loop, n_block, n_block, call, schedule, True, WARPGROUP)
@@ -92,7 +92,7 @@ def raise_max(channels, at, row_max, block, call, schedule, mod, MASKED: gl.cons
 
 @gluon.jit
 def probabilities(s, scale, finite_max, factor, row_sum, schedule, STRICT: gl.constexpr, WARPGROUP: gl.constexpr):
-    """(words, row_sum): a block's probabilities, ``packed``, and the sums of what they were before they were rounded.
+    """(words, row_sum): a block's probabilities, ``packed``, and the sums of the probabilities before rounding.
 
     Between ping-pong barriers: exponentials of two warpgroups at once take as long as one after the other. STRICT keeps
     all of them between the barriers; else ptxas may move some.
@@ -110,7 +110,7 @@ def probabilities(s, scale, finite_max, factor, row_sum, schedule, STRICT: gl.co
 
 @gluon.jit
 def zero_parts(M: gl.constexpr, DIM_V: gl.constexpr, WIDTH: gl.constexpr):
-    """Accumulators [M, DIM_V] in tensors of WIDTH columns, 0: a product beside them must fit the registers."""
+    """Zero accumulators [M, DIM_V] in tensors of WIDTH columns: a product beside them must fit the registers."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     accs = ()
     for _ in gl.static_range(DIM_V // WIDTH):
@@ -120,7 +120,7 @@ def zero_parts(M: gl.constexpr, DIM_V: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def start_products(probs, values, accs, factor):
-    """(accs, t): the products for all accumulators but the last one, added; the last one, t, under way."""
+    """(accs, t): the products for all accumulators except the last are added; the last product, t, is under way."""
     t = start_product(probs, box_of(values, 0, accs[0].shape[1], 0), accs[0])
     done = ()
     for i in gl.static_range(1, len(accs)):
@@ -133,7 +133,7 @@ def start_products(probs, values, accs, factor):
 
 @gluon.jit
 def start_product(probs, values, like):
-    """Starts the product of probabilities with values, from 0."""
+    """Starts the product of probabilities and values, from 0."""
     layout: gl.constexpr = like.type.layout
     zeros = gl.zeros([like.shape[0], like.shape[1]], gl.float32, layout)
     return warpgroup_mma(probs, values.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -141,7 +141,7 @@ def start_product(probs, values, like):
 
 @gluon.jit
 def add_product(t, accs, factor):
-    """The accumulators with t added to the last one."""
+    """The accumulators, with t added to the last one."""
     LAST: gl.constexpr = len(accs) - 1
     done = ()
     for i in gl.static_range(LAST):

@@ -1,4 +1,4 @@
-"""What the portable kernels take as arguments besides ``gpu.device.records``, with the rules of those."""
+"""Arguments of the portable kernels besides ``gpu.device.records``, under the same rules."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Tiles(NamedTuple):
     """The last argument of the portable kernels.
 
     Attributes:
-        heads_at_once: Heads whose tiles run at the same time.
-        BLOCK_M: As in ``portable.config.Config``, like the constants that follow.
+        heads_at_once: Heads with tiles that run at the same time.
+        BLOCK_M: As in ``portable.config.Config``, as are the constants after it.
     """
 
     heads_at_once: Any
@@ -29,17 +29,17 @@ class Tiles(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """What the backward's kernels read of a row, as ``prepare_rows`` stores it.
+    """The numbers of each row that the backward's kernels read, as ``prepare_rows`` stores them.
 
     Attributes:
         lse: In base 2, ``(batch, num_heads_q, stride_head)`` like delta; with ``Mods.LARGE`` in natural units.
         delta: See the module's docstring.
-        stride_head: Theirs, a multiple of 128.
-        rest: What rounding took from lse, in base 2; None without ``Mods.LARGE``.
-        flags: Given to repair: what rows another backend's kernels have lost add to gradients is added to these, and
-            of all others lse is +inf. int32, whether a block of rows has lost some: blocks are numbered by sequences
-            and heads, or, packed, by heads and then as ``scheduler.packed_tile`` has them.
-        FLAG_ROWS: Rows of such a block.
+        stride_head: The stride of lse and delta between heads, a multiple of 128.
+        rest: The rounding error of lse, in base 2; None without ``Mods.LARGE``.
+        flags: Only for repairs, which add the gradients' shares of rows that another backend's kernels have lost; lse
+            of all other rows is +inf. int32, whether a block of rows has lost some. Blocks are numbered by sequences
+            and heads, or, if packed, by heads and then as in ``scheduler.packed_tile``.
+        FLAG_ROWS: Rows of a block of ``flags``.
     """
 
     lse: Any
@@ -51,13 +51,13 @@ class RowTerms(NamedTuple):
 
 
 class KeyGradients(NamedTuple):
-    """Where the kernel of dk and dv stores them, contiguous; the pointer of one not wanted is None.
+    """The contiguous tensors for dk and dv; the pointer of an unwanted one is None.
 
     Attributes:
         dk: Like k, or with a head for each split of a group.
         dv: Like v.
-        heads_per_split: Query heads over which a program sums, None for all of a group.
-        ADDS: Whether to add to what is there.
+        heads_per_split: The number of query heads over which a program sums, None for all of a group.
+        ADDS: Whether to add to the present contents.
     """
 
     dk: Any
@@ -67,7 +67,7 @@ class KeyGradients(NamedTuple):
 
 
 class BiasSums(NamedTuple):
-    """dbias in float32, contiguous ``(entries, heads, rows, cols)`` and 0 at first; ptr is None where it is not wanted.
+    """dbias in float32, contiguous ``(entries, heads, rows, cols)`` and initially 0; ptr is None if it is not wanted.
 
     Sequence b adds to entry ``b % entries``. UNIT is ``ScoreTensor``'s. A SUM_ constant is True if the bias broadcasts
     along that dimension. It holds constants, so it is only passed as an argument, never assigned.
@@ -90,13 +90,13 @@ class ForwardResults(NamedTuple):
     Attributes:
         out: Contiguous ``(batch, length, num_heads_q, head_dim_v)``.
         lse: Contiguous ``(batch, num_heads_q, length)``, or in two parts.
-        dlse: Its gradient, or None.
-        stride_b: Of dlse, like the next two.
-        stride_head: From head to head.
-        stride_row: From row to row.
-        batch: Entries.
+        dlse: Gradient of lse, or None.
+        stride_b: Stride of dlse from entry to entry.
+        stride_head: Stride of dlse from head to head.
+        stride_row: Stride of dlse from row to row.
+        batch: Number of entries.
         length: Rows of an entry.
-        num_heads_q: Query heads.
+        num_heads_q: Number of query heads.
     """
 
     out: Any
@@ -111,9 +111,10 @@ class ForwardResults(NamedTuple):
 
 
 class BiasGradient(NamedTuple):
-    """dbias, contiguous ``(bias_batch, heads, rows, stride_row)``, and the scores' numbers of rows and keys.
+    """dbias, contiguous ``(bias_batch, heads, rows, stride_row)``, and the numbers of rows and keys of scores.
 
-    A SUM_ constant is True if the bias broadcasts along that dimension; of the batch, dbias then has a sum for each of
+    A SUM_ constant is True if the bias broadcasts along that dimension; along the batch, dbias then has a sum for each
+    of
     ``parts`` parts.
     """
 
@@ -131,9 +132,9 @@ class BiasGradient(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """The derivative of the user's score mod by one of its loads; functions is None for the gradient of a bias.
+    """The derivative of the user's score mod by one load; functions is None for the gradient of a bias.
 
-    IS_ONE says that it is 1. It holds constants, so it is only passed as an argument, never assigned.
+    IS_ONE says that the derivative is 1. It holds constants, so it is only passed as an argument, never assigned.
     """
 
     functions: Any
@@ -142,16 +143,16 @@ class Partial(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where gradients of loads are summed by place; holds constants, so it is only passed as an argument.
+    """Sums of loads' gradients by place; holds constants, so it is only passed as an argument.
 
     Attributes:
         of_loads: The printed ``places``.
-        operands: ``Operands`` of contiguous gradients, whose addresses are not used.
-        ptr: The sums: float32; or int64, with the greatest magnitudes.
-        greatest: int32, the bits of each place's greatest magnitude; None for sums in float32.
-        NUM: Which load's place it is.
-        FIRST: Whether to find the greatest magnitudes, and add nothing.
-        ROOM: So many bits of an integer are left for the number of terms.
+        operands: ``Operands`` for contiguous gradients; their addresses are not used.
+        ptr: The sums: float32, or int64 if the greatest magnitudes are given.
+        greatest: int32, the bits of each place's greatest magnitude; None for float32 sums.
+        NUM: The number of the load.
+        FIRST: Whether to find the greatest magnitudes only, and add nothing.
+        ROOM: The number of an integer's bits that are left for the number of terms.
     """
 
     of_loads: Any
@@ -166,12 +167,12 @@ class Places(NamedTuple):
 class Diagonals(NamedTuple):
     """Sums by ``i - j``, contiguous ``(batch, num_heads_q, before + after, BLOCK_M / BLOCK_N + 1, BLOCK_N)`` float32.
 
-    Entry ``[..., k, s, c]`` is the share of one program in the distance ``(k - before + s - 1) * BLOCK_N + c``.
+    Entry ``[..., k, s, c]`` is one program's share for the distance ``(k - before + s - 1) * BLOCK_N + c``.
 
     Attributes:
         ptr: The sums.
-        before: Blocks of keys.
-        after: As many blocks of as many rows as cover all rows.
+        before: Number of blocks of keys.
+        after: Number of blocks of BLOCK_N rows that cover all rows.
     """
 
     ptr: Any
@@ -180,14 +181,14 @@ class Diagonals(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What a call of 8-bit tensors has besides ``records.Call``.
+    """Further arguments of a call with 8-bit tensors, besides ``records.Call``.
 
     Attributes:
         q: ``records.Scale``.
         k: ``records.Scale``.
         v: ``records.Scale``.
         shift: Like lse: ``q . mean(k)`` of each row if the keys' mean was subtracted, else None.
-        out: What the output is divided by, or None.
+        out: The divisor of the output, or None.
     """
 
     q: Any
@@ -198,7 +199,7 @@ class Scales(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Cosines and sines, contiguous (rows, DIM / 2); only passed as an argument, never assigned. DIM 0: none.
+    """Cosines and sines, contiguous (rows, DIM / 2); only passed as an argument, never assigned. DIM 0 means none.
 
     Unless pairs are INTERLEAVED, DIM / 2 is a multiple of the parts' width.
     """
@@ -222,7 +223,7 @@ class Mean(NamedTuple):
 
 
 class PerHead(NamedTuple):
-    """A number for each head, or for each of its blocks; strides may be 0. ptr None: none."""
+    """A number for each head, or for each block of a head; strides may be 0. ptr None means none."""
 
     ptr: Any
     stride_b: Any
@@ -231,15 +232,15 @@ class PerHead(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """How it is written.
+    """How a tensor is rounded and written.
 
     Attributes:
-        seed: Of the rotation's signs.
+        seed: Seed of the rotation's signs.
         ROTATE: Precision of the rotation's product in float32, None for no rotation.
         BITS: Whether e4m3 is made by integer arithmetic.
-        SEARCH: Bounds of sequences to read at once.
-        HEADS: Heads of a program that rounds rows.
-        STAGES: Of the loop over them.
+        SEARCH: The number of sequences' bounds to read at once.
+        HEADS: The number of heads of a program that rounds rows.
+        STAGES: Pipeline stages of the loop over heads.
     """
 
     seed: Any
@@ -251,7 +252,7 @@ class Rounding(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A tensor (batch, rows, heads, dim), or packed, then stride_b is 0; dim is contiguous, in parts of WIDTH."""
+    """A tensor (batch, rows, heads, dim), or packed with stride_b 0; dim is contiguous, in parts of WIDTH."""
 
     ptr: Any
     stride_b: Any
@@ -263,13 +264,13 @@ class Source(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What is written for a tensor.
+    """The outputs for a tensor.
 
     Attributes:
-        out: e4m3 as bytes; None where only the largest magnitudes are looked for.
+        out: e4m3 as bytes; None if only the largest magnitudes are wanted.
         scales: ``PerHead``.
-        largest: ``PerHead``, of the largest magnitudes; int32, the bits of float32.
-        shift: Like lse: products of queries with the mean of keys, or None.
+        largest: ``PerHead``, the largest magnitudes; int32, the bits of float32.
+        shift: Like lse: the products of queries with the mean of keys, or None.
     """
 
     out: Any

@@ -1,10 +1,10 @@
-"""Loads, products and stores of tiles of rows, whose columns are a tuple of parts.
+"""Loads, products and stores of tiles of rows, with columns as a tuple of parts.
 
-Tensors of Triton have powers of two, so a tile of 192 columns consists of parts of 128 and 64 columns, one of 96 of 64
-and 32, and one of 128 is a single part.
+The dimensions of Triton's tensors are powers of two, so a tile of 192 columns consists of parts of 128 and 64 columns,
+a tile of 96 columns of parts of 64 and 32, and a tile of 128 columns is a single part.
 """
 
-# ruff: noqa: RUF005 - Triton adds tuples, but does not unpack them.
+# ruff: noqa: RUF005 - Triton can add tuples, but cannot unpack them.
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def parts_of(cols):
 
 @triton.constexpr_function
 def num_parts(cols):
-    """How many parts a tile has."""
+    """The number of parts of a tile."""
     return len(parts_of(cols))
 
 
 @triton.constexpr_function
 def start_of(cols, part):
-    """The column with which a part begins."""
+    """The first column of a part."""
     return parts_of(cols)[part][0]
 
 
 @triton.constexpr_function
 def width_of(cols, part):
-    """The columns of a part."""
+    """The number of columns of a part."""
     return parts_of(cols)[part][1]
 
 
 @triton.jit
 def also(parts, part):
-    """One part more."""
+    """The parts with one more part."""
     return parts + (part,)
 
 
@@ -58,7 +58,7 @@ def zeros(BLOCK: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def scaled(tile, factor):
-    """A tile times a factor, for all or for each row."""
+    """A tile multiplied by one factor, or by a factor for each row."""
     parts = ()
     for p in tl.static_range(len(tile)):
         parts = also(parts, tile[p] * factor)
@@ -67,7 +67,7 @@ def scaled(tile, factor):
 
 @triton.jit
 def times_transposed(x, y, PRECISION: tl.constexpr):
-    """``x @ y^T`` of two tiles of as many columns, [rows of x, rows of y] float32."""
+    """``x @ y^T`` for two tiles with as many columns: [rows of x, rows of y] float32."""
     product = tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
     for p in tl.static_range(1, len(x)):
         product = tl.dot(x[p], tl.trans(y[p]), product, input_precision=PRECISION)
@@ -76,7 +76,7 @@ def times_transposed(x, y, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_product(tile, x, y, PRECISION: tl.constexpr):
-    """``tile + x @ y`` of a tensor x [rows of tile, rows of y] and a tile y of as many columns."""
+    """``tile + x @ y`` for a tensor x [rows of tile, rows of y] and a tile y with as many columns."""
     parts = ()
     for p in tl.static_range(len(tile)):
         parts = also(parts, tl.dot(x, y[p], tile[p], input_precision=PRECISION))
@@ -88,10 +88,10 @@ def load_rows(of, first, BLOCK: tl.constexpr, CHECK: tl.constexpr):
     """A tile [BLOCK, BLOCK_DIM] of ``sequence.HeadRows`` starting at row ``first``; columns past DIM are 0.
 
     Args:
-        of: Where to load from, through the tensor's descriptor if it has one.
+        of: The rows to load from, through the tensor's descriptor if it has one.
         first: First row of the tile.
         BLOCK: Rows of the tile.
-        CHECK: Whether the tile may reach past the sequence's end; its rows there are then 0, as by descriptor.
+        CHECK: Whether the tile may reach past the sequence's end; its rows there are then 0, as with a descriptor.
     """
     parts = ()
     for p in tl.static_range(num_parts(of.rows.BLOCK_DIM)):
@@ -130,7 +130,7 @@ def load_part(of, first, PART: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.cons
 def load_contiguous(
     ptr, sequences, num_heads, head, seq, first, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
 ):  # fmt: skip
-    """``load_rows``, with CHECK, of a sequence and head of a contiguous tensor (batch, rows, num_heads, DIM)."""
+    """``load_rows``, with CHECK, for a sequence and head of a contiguous tensor (batch, rows, num_heads, DIM)."""
     pitch = num_heads * DIM
     entry = tl.cast(sequences.length, tl.int64) * pitch
     return load_rows(
@@ -146,7 +146,8 @@ def store_contiguous(
 ):  # fmt: skip
     """Stores the rows of a tile [BLOCK, BLOCK_DIM] inside the sequence, from row ``first``; arguments as above.
 
-    ADDS: to what is there, which no other program may touch, with REPAIRS of any dtype. wanted: which rows, or None.
+    ADDS: adds to the contents, which no other program may touch, for REPAIRS in any dtype. wanted: mask of rows, or
+        None.
     """
     pitch = num_heads * DIM
     entry = tl.cast(sequences.length, tl.int64) * pitch
@@ -173,7 +174,7 @@ def store_part(of, first, part, START: tl.constexpr, ADDS: tl.constexpr, REPAIRS
         part += tl.load(at, mask=exists, other=0.0).to(tl.float32)
         tl.store(at, part.to(ptr.dtype.element_ty), mask=exists)
     elif ADDS:
-        # An atomic add, as a load and an add would need the tile's registers twice.
+        # An atomic add, because a load and an add would need the tile's registers twice.
         tl.atomic_add(at, part.to(ptr.dtype.element_ty), mask=exists, sem="relaxed")
     else:
         tl.store(at, part.to(ptr.dtype.element_ty), mask=exists)

@@ -1,4 +1,4 @@
-"""The portable kernels' tiles, and which of them a program works on."""
+"""The portable kernels' tiles, and the tile that a program works on."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import triton.language as tl
 
 from flashtile.backends.gpu.device import scheduler, sequence
 
-# Tiles that a program of a repair looks at together.
+# The number of tiles that a program of a repair checks together.
 AT_ONCE = tl.constexpr(8)
 
 
 class Place(NamedTuple):
     """A tile: a block of one head of one sequence, with the ``sequence.Sequence`` of its queries and of its keys.
 
-    ``b == batch`` means rows past the last packed sequence, which have no keys (or keys that have no rows).
+    ``b == batch`` means rows past the last packed sequence, which have no keys, or keys without rows.
     """
 
     b: Any
@@ -28,12 +28,12 @@ class Place(NamedTuple):
 
 @triton.jit
 def locate(call, tiles, splits, tile=None):
-    """The ``Place`` of this program's tile: of query rows, or, given ``splits``, of keys for one split of a group.
+    """The ``Place`` of this program's tile: of query rows, or with ``splits`` of keys for one split of a group.
 
-    tile: Its number, or a tensor of such numbers, where a program has more than one.
+    tile: The tile's number, or a tensor of numbers, if a program has more than one tile.
 
-    Programs of packed sequences are numbered by block first, then by head. Dense ones process heads_at_once heads
-    (counted over all sequences) at a time, which share the cache; of those, the longest blocks of all heads first.
+    Programs of packed sequences are numbered by block first, then by head. With dense sequences, heads_at_once heads
+    (counted over all sequences) run at a time and share the cache; the longest blocks of all these heads come first.
     """
     sequences, num_heads = call.queries, call.heads.num_q
     OVER_KEYS: tl.constexpr = splits is not None
