@@ -27,7 +27,8 @@ import flashtile
 from benchmarks import timing
 from benchmarks.session import numbers, words
 from benchmarks.steps import STEPS, StepCase
-from flashtile.backends.hopper.forward import cached, config
+from flashtile.backends.hopper import BACKEND
+from flashtile.backends.hopper.forward import config
 from flashtile.call.problem import Problem
 from flashtile.ops import plans
 
@@ -40,15 +41,17 @@ WAYS: dict[str, dict[str, Any]] = {"chosen": {}, "in turns": {"pingpong": True}}
 @contextlib.contextmanager
 def way_of(name: str) -> Iterator[None]:
     """Within, calls are planned as one of WAYS, or ``decode``, says."""
-    choose, reasons = config.choose, cached.reasons
+    choose = config.choose
 
     def chosen(*args: Any, **given: Any) -> config.Config:
         return dataclasses.replace(choose(*args, **given), **WAYS.get(name, {}))
 
-    def against(problem: Problem) -> list[str]:
-        return [*reasons(problem), *(["8 bits"] if name == "decode" and config.widens(problem) else [])]
+    def takes(problem: Problem) -> bool:
+        return prompts.takes(problem) and not (name == "decode" and config.widens(problem))
 
-    changes = mock.patch.object(config, "choose", chosen), mock.patch.object(cached, "reasons", against)
+    prompts = next(row for row in BACKEND.kernels if row.name == "prompts")
+    rows = tuple(dataclasses.replace(row, takes=takes) if row is prompts else row for row in BACKEND.kernels)
+    changes = mock.patch.object(config, "choose", chosen), mock.patch.object(BACKEND, "kernels", rows)
     with changes[0], changes[1], plans.own_plans(OrderedDict()):
         yield
 
