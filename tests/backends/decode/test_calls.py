@@ -28,7 +28,7 @@ def test_case_in_float32(case: CacheCase) -> None:
     judge(build(case, torch.float32), "portable")
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize("case", [case for case in CASES if case.tree], ids=str)
 def test_trees_in_tiles_of_many_rows(case: CacheCase, block_m: int) -> None:
@@ -38,6 +38,7 @@ def test_trees_in_tiles_of_many_rows(case: CacheCase, block_m: int) -> None:
         judge(build(case, torch.float16), "portable")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("block_m", [16, 64])
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_gives_the_bits_of_a_causal_call(name: str, block_m: int) -> None:
