@@ -41,7 +41,8 @@ def indices_are_cut(backend: str | None, dtype: torch.dtype, head_dim: int = 64,
     That is so bit for bit, and of gradients too.
     """
     made = torch.Generator().manual_seed(5)
-    q, k, v = (torch.randn(2, n, 2, head_dim, generator=made).to(dtype).requires_grad_() for n in (rows, rows + 30, rows + 30))
+    lengths = rows, rows + 30, rows + 30
+    q, k, v = (torch.randn(2, n, 2, head_dim, generator=made).to(dtype).requires_grad_() for n in lengths)
     table = torch.randn(2, rows // 2 - 5, generator=made).to(dtype).requires_grad_()
 
     def cut_here(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -61,7 +61,8 @@ WAYS = {"by_distance": "diagonals", "bias_turned": "pairs", "by_row_and_key": "r
 
 @pytest.mark.parametrize("name", WAYS)
 def test_gradients_of_what_is_captured_repeat_bit_for_bit(name: str) -> None:
-    call = with_functions(replace(DENSE, deterministic=True, seqlen_q=10, seqlen_k=18), name, "heads_differ", torch.float32)
+    case = replace(DENSE, deterministic=True, seqlen_q=10, seqlen_k=18)
+    call = with_functions(case, name, "heads_differ", torch.float32)
     assert operands.shares_of(call.problem, call.tensors)[0].way == WAYS[name]
     judge(call, "portable")
     out, _ = call.run("portable")
