@@ -48,17 +48,3 @@ def test_a_second_run_leaves_alone_what_ended_well_with_the_same_sources(drive, 
     assert [code for code, _ in runs] == [1, 1, 1, 0]
     assert "(earlier)" in runs[1][1] and "(earlier)" not in runs[3][1]
     assert len(seen.read_text().splitlines()) == 2 + 1 + 2 + 1
-
-
-def test_what_the_budget_leaves_no_time_for_is_not_run(drive):
-    code, printed = drive({"good": (100.0, GOOD)}, "--budget-s", "5")
-    assert code == 1 and "not run, the budget is spent" in printed
-
-
-def test_the_steps_are_those_that_a_gpu_must_show(capsys):
-    assert gpu.main(["--list", "--commit", "abc"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names[:5] == ["pytest", "pytest-kvcache", "pytest-quantized", "pytest-fuzz", "memcheck-hopper"]
-    assert {"forward", "backward", "loop", "host", "train", "decode", "decode-host", "serving"} <= {*names}
-    with pytest.raises(SystemExit):
-        gpu.main(["--only", "nothing"])

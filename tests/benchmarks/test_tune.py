@@ -7,28 +7,6 @@ from benchmarks import results, tune
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config
 
-DIMS = [(64, 64), (128, 128), (256, 256)]
-
-
-@pytest.mark.parametrize("backend", tune.KERNELS)
-@pytest.mark.parametrize("dims", DIMS)
-def test_every_kernel_has_candidates_that_are_legal(backend, dims):
-    for kernel in tune.KERNELS[backend]:
-        found = tune.candidates(backend, kernel, dims)
-        assert found[0].name == tune.TABLE and len(found) == len(set(found))
-        configs = (
-            [Config.parse(c.name) for c in found[1:]] if backend == "portable" else tune.hopper_configs(kernel, dims)
-        )
-        assert configs or (kernel in ("dk", "dv") and dims == (64, 64))
-    assert len(tune.candidates("portable", "forward", (64, 64), ["64x32x4x2 T"])) == 1 + 1 + 7
-
-
-def test_a_name_says_everything_about_portable_tiles():
-    assert Config.parse("64x128x8x3 TA 168") == Config(
-        64, 128, 8, 3, tma=True, one_loop=True, mask_all=True, maxnreg=168
-    )
-    assert Config.parse("16x32x4x1") == Config(16, 32, 4, 1)
-
 
 def test_tiles_are_injected_where_the_backend_looks_for_them():
     with tune.Candidate("portable", "dk", (256, 256), "64x64x8x2 T").injected():

@@ -1,8 +1,11 @@
-"""Plans: every kept pair is computed once, in few calls, and every shard and every sum of gradients arrives."""
+"""Layouts and plans: each row has a rank; each kept pair is computed once, in few calls; each shard and sum arrives."""
+
+from __future__ import annotations
 
 import collections
 import itertools
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +14,109 @@ from hypothesis import strategies as st
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
 from flashtile.distributed import calls
-from flashtile.distributed.calls import NOWHERE
-from flashtile.distributed.layouts import LAYOUTS, Dealt, pieces
+from flashtile.distributed.calls import NOWHERE, RingCall, in_two
+from flashtile.distributed.layouts import LAYOUTS, Dealt, pieces, positions, ranges, shard_length
 from flashtile.distributed.plan import make_plan
 from flashtile.distributed.ring import BLOCK
 from tests.slow import slow_but
+
+lengths = st.lists(st.one_of(st.sampled_from([0, 1]), st.integers(0, 30)), max_size=5).map(tuple)
+worlds = st.integers(1, 7)
+layouts = st.sampled_from(LAYOUTS)
+
+
+def rows_of(found):
+    return [row for some in found for row in some]
+
+
+@given(lengths, worlds, layouts)
+def test_every_row_has_one_rank_and_shards_are_even(lengths, world, layout):
+    shards = [rows_of(ranges(lengths, world, rank, layout)) for rank in range(world)]
+    assert sorted(row for shard in shards for row in shard) == list(range(sum(lengths)))
+    assert [len(shard) for shard in shards] == [shard_length(sum(lengths), world, rank) for rank in range(world)]
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    assert all(shard == sorted(shard) for shard in shards)
+
+
+@given(lengths, worlds, layouts, st.integers(1, 4))
+def test_parts_are_a_ranks_rows_in_order(lengths, world, layout, parts):
+    for rank in range(world):
+        whole, cut = (
+            [rows_of(ranges(lengths, world, rank, layout, *part)) for part in some]
+            for some in ([()], [(part, parts) for part in range(parts)])
+        )
+        assert [row for part in cut for row in part] == whole[0]
+        assert [len(part) for part in cut] == [shard_length(len(whole[0]), parts, part) for part in range(parts)]
+        for part in range(parts):
+            at = 0
+            for piece in pieces(lengths, world, rank, layout, part, parts):
+                assert piece.at == at and piece.length > 0
+                at += piece.length
+
+
+@given(lengths, worlds, layouts)
+def test_positions_count_from_the_documents_first_rows(lengths, world, layout):
+    position = [row for length in lengths for row in range(length)]
+    document = [number for number, length in enumerate(lengths) for _ in range(length)]
+    for rank in range(world):
+        rows = rows_of(ranges(lengths, world, rank, layout))
+        assert rows_of(positions(lengths, world, rank, layout)) == [position[row] for row in rows]
+        held = pieces(lengths, world, rank, layout)
+        assert [piece.document for piece in held for _ in range(piece.length)] == [document[row] for row in rows]
+
+
+@given(lengths, worlds)
+def test_contiguous_and_striped_ignore_documents(lengths, world):
+    total = sum(lengths)
+    for rank in range(world):
+        assert rows_of(ranges(lengths, world, rank, "striped")) == list(range(rank, total, world))
+        start = sum(shard_length(total, world, before) for before in range(rank))
+        contiguous = range(start, start + shard_length(total, world, rank))
+        assert rows_of(ranges(lengths, world, rank, "contiguous")) == list(contiguous)
+
+
+@given(lengths, worlds)
+def test_zigzag_goes_up_the_ranks_and_down_again_in_parts_that_differ_by_a_row(lengths, world):
+    for document, length in enumerate(lengths):
+        held = [[p for p in pieces(lengths, world, rank, "zigzag") if p.document == document] for rank in range(world)]
+        rank_of = {p.start + t: rank for rank, own in enumerate(held) for p in own for t in range(p.length)}
+        order = [rank_of[row] for row in range(length)]
+        top = max(order, default=0)
+        turn = order.index(top) if order else 0
+        up, down, least = order[:turn], [rank for rank in order[turn:] if rank != top], length // (2 * world)
+        assert up == sorted(up) and order[turn:] == sorted(order[turn:], reverse=True)
+        assert all(part.count(rank) in (least, least + 1) for part in (up, down) for rank in range(top))
+        assert 2 * least <= order.count(top) <= 2 * least + 2
+
+
+def test_the_layouts_of_sixteen_rows():
+    assert [ranges((16,), 2, rank, "contiguous") for rank in (0, 1)] == [(range(8),), (range(8, 16),)]
+    assert [ranges((16,), 2, rank, "striped") for rank in (0, 1)] == [(range(0, 15, 2),), (range(1, 16, 2),)]
+    assert ranges((16,), 4, 1, "zigzag") == (range(2, 4), range(12, 14))
+    assert ranges((16,), 4, 3, "zigzag") == (range(6, 10),)  # its two parts follow one another
+
+
+def test_rows_that_do_not_divide_go_on_to_the_next_rank():
+    # One row each: dealt to parts in turn, they must not all be rank 0's.
+    assert [rows_of(ranges((1,) * 8, 4, rank, "zigzag")) for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("layout", lambda: pieces((8,), 2, 0, "zig-zag")),
+        ("rank", lambda: pieces((8,), 2, 2, "zigzag")),
+        ("rank", lambda: pieces((8,), 0, 0, "zigzag")),
+        ("rank", lambda: pieces((8,), 2, -1, "striped")),
+        ("lengths", lambda: pieces((8, -1), 2, 0, "contiguous")),
+        ("rank", lambda: pieces((8,), 2, 0, "zigzag", 2, 2)),
+    ],
+)
+def test_refusals(argument, call):
+    with pytest.raises(InvalidInputError) as found:
+        call()
+    assert found.value.argument == argument
+
 
 CAUSAL = Band(None, 0)
 BANDS = [Band(), CAUSAL, Band(3, 0), Band(2, 2), Band(None, 4), Band(4, None), Band(-1, 5), Band(6, -2), Band(-2, -2)]
@@ -60,17 +161,17 @@ def all_kept(lengths_q, lengths_k, band, batch=1):
     }
 
 
-def rows_of(lengths, world, rank, layout, batch=1):
+def rows_of_plan(lengths, world, rank, layout, batch=1):
     held = [(p.document, p.start + p.stride * t) for p in pieces(lengths, world, rank, layout) for t in range(p.length)]
     return [(entry, *row) for entry in range(batch) for row in held]
 
 
 def computed(plan, lengths_q, lengths_k, layout, batch=1):
     """The pairs that a plan's calls compute, each as often as they do."""
-    rows = rows_of(lengths_q, plan.world, plan.rank, layout, batch)
+    rows = rows_of_plan(lengths_q, plan.world, plan.rank, layout, batch)
     assert plan.rows == len(rows)
     for step in plan.steps:
-        keys = rows_of(lengths_k, plan.world, step.source, layout, batch)
+        keys = rows_of_plan(lengths_k, plan.world, step.source, layout, batch)
         keys = [keys[place] for span in step.spans for place in range(*span)]
         assert step.keys == len(keys)
         for call in step.calls:
@@ -103,7 +204,7 @@ def check_parts(plan, lengths_q, lengths_k, layout, batch):
     of_rows, of_keys = [own.remote_rows, own.local_rows], [own.shared_keys, *own.private_keys, *private]
     assert sorted(row for x in of_rows for row in range(*x.rows)) == list(range(plan.rows))
     assert all(x.rows == own.common.rows for x in (own.shared_keys, *own.private_keys))
-    rows, keys = (rows_of(x, plan.world, plan.rank, layout, batch) for x in (lengths_q, lengths_k))
+    rows, keys = (rows_of_plan(x, plan.world, plan.rank, layout, batch) for x in (lengths_q, lengths_k))
     for parts in (of_rows, of_keys, [own.common, *private]):
         found = collections.Counter()
         for x in parts:
@@ -114,7 +215,7 @@ def check_parts(plan, lengths_q, lengths_k, layout, batch):
     for joined, apart in ((own.joined, own.remote_rows), (own.whole, own.common)):
         if joined is not None:
             (step,) = (step for step in plan.steps if step.number and step.calls)
-            theirs = rows_of(lengths_k, plan.world, step.source, layout, batch)
+            theirs = rows_of_plan(lengths_k, plan.world, step.source, layout, batch)
             seen = [theirs[place] for span in step.spans for place in range(*span)] + keys[slice(*joined.keys)]
             pairs = list(pairs_of(*joined.calls, rows[slice(*joined.rows)], seen, lengths_q, lengths_k, batch))
             assert len(set(pairs)) == len(pairs) == sum(call.pairs for call in (*step.calls, *apart.calls))
@@ -144,6 +245,7 @@ def check_pairs(lengths_q, lengths_k, world, layout, band, batch=1, origins=Fals
     assert found == dict.fromkeys(all_kept(lengths_q, lengths_k, band, batch), 1)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -201,7 +303,7 @@ def test_pairs_of_many_ranks_are_those_of_their_rows(world, band, layout):
     n = 4 * world + 3
     draw = random.Random(world)
     for rank in {0, world - 1, *draw.sample(range(world), 2)}:
-        rows = rows_of((n,), world, rank, layout)
+        rows = rows_of_plan((n,), world, rank, layout)
         kept = [band.row_keys(i, n, n) for _, _, i in rows]
         plan = make_plan((n,), (n,), world, rank, layout, band)
         assert plan.pairs == sum(stop - start for start, stop in kept)
@@ -270,13 +372,13 @@ def test_documents_share_calls(layout):
 def needed(lengths_q, lengths_k, world, layout, band):
     """For each shard of keys the other ranks that keep a pair of it, and which of its rows they keep."""
     owner_q, owner_k = (
-        {row[1:]: rank for rank in range(world) for row in rows_of(lengths, world, rank, layout)}
+        {row[1:]: rank for rank in range(world) for row in rows_of_plan(lengths, world, rank, layout)}
         for lengths in (lengths_q, lengths_k)
     )
     kept = all_kept(lengths_q, lengths_k, band)
     apart = {(owner_k[document, j], owner_q[document, i], document, j) for _, document, i, j in kept}
     apart = {pair for pair in apart if pair[0] != pair[1]}
-    at = [{row[1:]: place for place, row in enumerate(rows_of(lengths_k, world, p, layout))} for p in range(world)]
+    at = [{row[1:]: place for place, row in enumerate(rows_of_plan(lengths_k, world, p, layout))} for p in range(world)]
     places = collections.defaultdict(set)
     for shard, user, document, j in apart:
         places[shard, user].add(at[shard][document, j])
@@ -386,8 +488,49 @@ def test_plans_are_kept():
         ("lag", {"lag": 0}),
     ],
 )
-def test_refusals(argument, changes):
+def test_refusals_of_plan(argument, changes):
     call = {"lengths_q": (8, 8), "lengths_k": (8, 8), "world": 4, "rank": 0, "layout": "zigzag", "band": CAUSAL}
     with pytest.raises(InvalidInputError) as found:
         make_plan(**call | changes)
     assert found.value.argument == argument
+
+
+def kept(call: RingCall) -> Counter[tuple[int, ...]]:
+    """Every pair of a row and a key that a call keeps; with their positions if it has origins."""
+    found: Counter[tuple[int, ...]] = Counter()
+    bounds = zip(itertools.pairwise(call.cu_seqlens_q), itertools.pairwise(call.cu_seqlens_k), strict=True)
+    for n, ((row, row_stop), (key, key_stop)) in enumerate(bounds):
+        for i in range(row_stop - row):
+            for j in range(*call.band.row_keys(i, row_stop - row, key_stop - key)):
+                o = call.origins[n] if call.origins else None
+                where = (o.head, o.row + o.row_step * i, o.key + o.key_step * j, o.shift) if o else ()
+                found[row + i, key + j, *where] += 1
+    return found
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("origins", [False, True])
+@pytest.mark.parametrize("band", [Band(), CAUSAL, Band(5, 0), Band(4, 3), Band(None, 2), Band(3, None)], ids=str)
+@pytest.mark.parametrize("lengths", [((24,), (24,)), ((20,), (31,)), ((31,), (9,)), ((7, 1, 0, 12), (7, 3, 5, 2))])
+def test_halves_keep_what_the_calls_keep(
+    layout: str, origins: bool, band: Band, lengths: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    for rank in range(3):
+        plan = make_plan(*lengths, 3, rank, layout, band, batch=2, origins=origins)
+        calls = plan.steps[0].calls
+        first, final = in_two(calls)
+        whole = sum((kept(call) for call in calls), Counter())
+        assert sum((kept(call) for call in (*first, *final)), Counter()) == whole
+        assert max(whole.values(), default=1) == 1
+        for call in (*first, *final):
+            assert (call.cu_seqlens_q[-1], call.cu_seqlens_k[-1]) == (plan.rows, plan.keys)
+
+
+@pytest.mark.parametrize("band", [Band(), CAUSAL, Band(5000, 0)], ids=str)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("share", [1 / 2, 1 / 3])
+def test_the_first_has_its_share(band: Band, layout: str, share: float) -> None:
+    for rank in range(2):
+        calls = make_plan((16384,), (16384,), 2, rank, layout, band).steps[0].calls
+        first, final = (sum(call.pairs for call in half) for half in in_two(calls, share))
+        assert 0.9 < first * (1 - share) / (final * share) < 1.1

@@ -1,4 +1,4 @@
-"""On a GPU: quantized calls against float64 over the dequantised numbers: cases, long sequences."""
+"""On a GPU: quantized calls and the kernels that quantise, at real sizes, repeated, and in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.backends.cpu.rounding import quantized
 from flashtile.call.quantized_arguments import tensor_values
 from flashtile.ops import dispatch
 from tests.quantization.cases import CASES, QuantizedCase, build, judge
+from tests.quantization.quantizer import CASES as CASES_ROUNDING
+from tests.quantization.quantizer import Case, check, inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -155,3 +158,40 @@ def test_training_steps_as_in_16_bits() -> None:
     want = torch.autograd.grad(flashtile.attention(q, k, v, causal=True), (q, k, v), dout)
     for x, y in zip(got, want, strict=True):
         assert (x.double() - y.double()).norm() < 0.1 * y.double().norm()
+
+
+ROUNDING_LARGE = (
+    Case("large", 128, 128, ((4096, 4096),) * 2, heads=(8, 2)),
+    Case("large turned", 128, 128, ((1000, 5000),), rotary_dim=128, heads=(8, 8)),
+    Case("large 64", 64, 64, ((8192, 8192),), rotary_dim=64, interleaved=True, heads=(4, 4)),
+    Case("large 256", 256, 256, ((2000, 2000),), scales="head", rotary_dim=256, heads=(4, 2)),
+    Case(
+        "large packed", 128, 64, ((1, 3000), (700, 700), (0, 9), (513, 1024)), packed=True, rotary_dim=128, heads=(4, 4)
+    ),
+    Case("many", 64, 64, tuple((n % 7, n % 300) for n in range(2000)), packed=True, heads=(2, 2)),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES_ROUNDING + ROUNDING_LARGE, ids=str)
+def test_numbers(case: Case, dtype: torch.dtype) -> None:
+    # Before a product with the rotation numbers are rounded: to 16 bits, or those of tf32, which are float16's.
+    apart = 0.02 if dtype == torch.bfloat16 else 0.006
+    flips = 2e-3 if torch.cuda.get_device_capability() >= (9, 0) else 0.02
+    check(case, inputs(case, dtype, "cuda"), apart if case.rotate else 0.0, flips)
+
+
+def test_the_same_bits_in_every_run_and_in_a_graph() -> None:
+    case = ROUNDING_LARGE[0]
+    given = inputs(case, torch.bfloat16, "cuda")
+    made = [flashtile.quantize(given.q, given.k, given.v, scales="head") for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made.append(flashtile.quantize(given.q, given.k, given.v, scales="head"))
+    graph.replay()
+    wanted = quantized(given, dataclasses.replace(case.choices, scales="head"))
+    for other in made[1:]:
+        for field in ("q", "k", "v", "q_scale", "k_scale", "v_scale", "shift"):
+            one, another = getattr(made[0], field), getattr(other, field)
+            assert torch.equal(one.view(torch.uint8), another.view(torch.uint8)), field
+    torch.testing.assert_close(made[0].k_scale, wanted.k_scale, rtol=0.01, atol=0)

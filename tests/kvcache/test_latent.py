@@ -133,15 +133,6 @@ def test_bad_calls_name_their_argument(case: str) -> None:
         call(*tensors())
 
 
-def test_it_is_explained() -> None:
-    q, cache, table = tensors()
-    for queries in (q, (q[..., :DIM_V], q[..., DIM_V:])):
-        said = flashtile.explain(
-            queries, k_cache=cache, v_cache=cache[..., :DIM_V], cache_seqlens=LENGTHS, page_table=table
-        )
-        assert "queries of values" in said and f"head_dim {DIM - DIM_V} (v {DIM_V})" in said
-
-
 def test_compiled_calls_are_the_same() -> None:
     q, cache, table = tensors()
     new, options = torch.randn(3, 2, 1, DIM), {"cache_seqlens": (LENGTHS - 2).clamp(min=-1), "page_table": table}

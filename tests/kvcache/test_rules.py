@@ -1,13 +1,26 @@
-"""Rules of cached calls that a comparison of numbers alone would not show."""
+"""Cached calls on the CPU: the table, rules beside numbers, functions of users, what ``supports`` says."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 import flashtile
+from flashtile import InvalidInputError, UnsupportedError, masks, mods
 from tests.kvcache.alone import invariance_cases, judge_alone
-from tests.kvcache.cases import CacheCase
+from tests.kvcache.cases import CASES, CacheCase, build, judge
+from tests.kvcache.functions import HUGE, KINDS, LENGTHS, error, huge_error
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case: CacheCase, dtype: torch.dtype) -> None:
+    judge(build(case, dtype), "cpu")
 
 
 @pytest.mark.one_in(6)
@@ -50,3 +63,92 @@ def test_a_nan_that_is_seen_is_not_lost(where: str) -> None:
         caches = [mine.pop(name).to(dtype) for name in ("k_cache", "v_cache")]
         out = flashtile.attention_with_kvcache(mine.pop("q"), *caches, cache_seqlens=5, **mine)
         assert out[0, 0, 1 if where == "q" else 2 :, 2].isnan().any() and out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_they_count_from_the_first_query_and_the_first_key(name: str, kind: str, packed: bool) -> None:
+    assert error(LENGTHS[name], kind, "cpu", packed=packed) < 1e-5
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("value", HUGE)
+def test_scores_as_huge_as_float32_has_them(value: float, sinks: bool) -> None:
+    assert huge_error(value, "cpu", page_size=16 * sinks, packed=value == -1e9, sinks=sinks) < 1e-5
+
+
+def test_what_goes_with_no_cache_is_refused() -> None:
+    q, cache = torch.randn(1, 2, 2, 16), torch.randn(1, 20, 2, 16)
+    tree = torch.ones(1, 2, 2, dtype=torch.bool).tril()
+    slope = torch.ones(2, requires_grad=True)
+    lists = flashtile.create_block_mask(mods.causal, None, None, 2, 20)
+    for given, text in (
+        ({"block_mask": lists}, "block_mask: is of type BlockMask"),
+        ({"tree_mask": tree, "mask_mod": mods.causal}, "tree_mask: is given with score_mod or mask_mod"),
+        ({"tree_mask": tree, "block_mask": masks.rows(0, torch.tensor(9))}, "tree_mask: is given with block_mask"),
+        ({"score_mod": lambda score, b, h, q_idx, kv_idx: score * slope[h]}, "score_mod: requires grad"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInputError, match=text):
+            flashtile.attention_with_kvcache(q, cache, cache.clone(), cache_seqlens=9, **given)
+    with pytest.raises(UnsupportedError, match="a function of the user's"):
+        flashtile.attention_with_kvcache(
+            q.half(), cache.half(), cache.half(), cache_seqlens=9, mask_mod=mods.dilated(3), backend="hopper"
+        )
+    said = flashtile.explain(q, k_cache=cache, v_cache=cache, cache_seqlens=9, mask_mod=mods.dilated(3), backend="cpu")
+    assert "mask_mod" in said
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+def test_backends_of_a_gpu() -> None:
+    pytest.importorskip("triton")
+    hopper = flashtile.supports(128, page_size=16, compute_capability=(9, 0))
+    assert hopper and hopper.backend == "hopper" and hopper.reasons["hopper"] == [] and hopper.reasons["cpu"]
+    older = flashtile.supports(128, page_size=16, compute_capability=(8, 0), besides=["softcap", "sinks"])
+    assert older.backend == "portable" and "9.0" in older.reasons["hopper"][0]
+    by_sequence = flashtile.supports(64, page_size=1, besides=["causal", "slot_mapping"], compute_capability=(9, 0))
+    trees = flashtile.supports(64, cache_dtype=torch.float8_e5m2, besides=["tree_mask"], compute_capability=(9, 0))
+    assert by_sequence.backend == trees.backend == "hopper"
+    none = flashtile.supports(2048, compute_capability=(9, 0))
+    assert not none and none.backend is None and all(none.reasons.values())
+
+
+@pytest.mark.parametrize("page_size", [0, 5])
+@pytest.mark.parametrize("cache_dtype", [None, E4M3], ids=str)
+@pytest.mark.parametrize("head_dim", [1, 24, 64, 2048])
+def test_the_cpu_does_what_it_says(head_dim: int, cache_dtype: Any, page_size: int) -> None:
+    found = flashtile.supports(
+        head_dim, head_dim_v=16, dtype=torch.float32, cache_dtype=cache_dtype, page_size=page_size,
+        besides=["window_size", "alibi_slopes", "sinks"], device="cpu",
+    )  # fmt: skip
+    caches = [torch.ones(2, page_size or 8, 1, dim).to(cache_dtype or torch.float32) for dim in (head_dim, 16)]
+    given: dict[str, Any] = dict(cache_seqlens=1, window_size=(2, 0), alibi_slopes=torch.ones(1), sinks=torch.ones(1))
+    given |= {"cu_seqlens_q": torch.tensor([0, 3], dtype=torch.int32)}
+    if page_size:
+        given["page_table"] = torch.tensor([[1]], dtype=torch.int32)
+    try:
+        flashtile.attention_with_kvcache(torch.ones(3, 1, head_dim), *caches, **given)
+    except UnsupportedError as error:
+        assert not found and found.reasons == error.reasons
+    else:
+        assert found.backend == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("argument", "given"),
+    [
+        ("head_dim", {"head_dim": 0}), ("head_dim_v", {"head_dim_v": -1}), ("page_size", {"page_size": 1.5}),
+        ("besides", {"besides": ["bias"]}), ("q", {"dtype": torch.int32}), ("k_cache", {"cache_dtype": torch.int8}),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(argument: str, given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{argument}: "):
+        flashtile.supports(**{"head_dim": 64, "device": "cpu"} | given)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(InvalidInputError, match="compute_capability: is None, but torch finds no GPU here"):
+        flashtile.supports(64)

@@ -189,12 +189,3 @@ def test_compiles_whole(backend: str) -> None:
         mask = trees.masks(kind, [7] * 3, 7)
         torch.testing.assert_close(compiled(q, mask), layer(q, mask))
         torch.testing.assert_close(compiled(q, tree_words(mask)), layer(q, mask))
-
-
-def test_fake_tensors_and_explain_take_trees() -> None:
-    q, cache = (torch.empty(2, n, 2, 8, device="meta") for n in (5, 30))
-    mask = torch.empty(2, 5, 5, dtype=torch.bool, device="meta")
-    assert flashtile.attention_with_kvcache(q, cache, cache, cache_seqlens=9, tree_mask=mask).shape == q.shape
-    given = {"k_cache": torch.randn(2, 30, 2, 8), "v_cache": torch.randn(2, 30, 2, 8), "cache_seqlens": 9}
-    text = flashtile.explain(torch.randn(2, 5, 2, 8), **given, tree_mask=trees.masks("star", [5, 5], 5))
-    assert "decode: cpu" in text

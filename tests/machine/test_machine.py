@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.machine import Barrier, DeadlockError, MachineError, Names, Order, RaceError, Tensors, Watch, deadlock
+from tests.machine import Barrier, MachineError, Names, Order, RaceError, Tensors, Watch
 
 PLACE = np.array([1])
 
@@ -82,17 +82,6 @@ def test_products_of_two_roles_hold_one_buffer_until_both_are_waited_for() -> No
     watch.start_load(0, PLACE, 2, "copy")
 
 
-def test_a_copy_out_holds_its_buffer_until_its_own_wait() -> None:
-    watch = _watch()
-    watch.write(0, PLACE, line=1)
-    watch.fence(0)
-    stamp = watch.start_read(0, PLACE, "copy")
-    with pytest.raises(RaceError, match="a copy of role 0 may still have to read"):
-        watch.write(0, PLACE, line=2)
-    watch.learn_end(0, stamp)
-    watch.write(0, PLACE, line=2)
-
-
 def test_a_load_is_known_to_who_waits_for_its_barrier_and_to_nobody_else() -> None:
     watch, barrier = _watch(), Barrier("full[0]")
     barrier.init(1)
@@ -142,16 +131,6 @@ def test_who_waited_for_copies_by_threads_fences_and_knows_of_nothing_else() -> 
         watch.read(1, np.array([0]))
 
 
-def test_what_nobody_wrote_is_not_read() -> None:
-    watch = _watch()
-    with pytest.raises(MachineError, match=r"role 2 reads tile\[0\], which nobody wrote"):
-        watch.read(2, np.array([0]))
-    watch.start_read(2, np.array([0]), "product", may_be_unwritten=True)
-    new = watch.add_places(3)
-    assert new.tolist() == [2, 3, 4]
-    watch.write(0, new, line=1)
-
-
 def test_who_writes_the_same_or_another_part_races_with_nobody() -> None:
     watch = _watch()
     watch.write(0, PLACE, line=1)
@@ -191,8 +170,3 @@ def test_a_barrier_counts() -> None:
         barrier.arrive(2, None)
     barrier.arrive(1, None)
     assert barrier.phase == 1 and barrier.is_over(0) and not barrier.is_over(1)
-
-
-def test_a_deadlock_says_who_waits_for_what() -> None:
-    error = deadlock([("role 1", "parity 0 of full[0]")])
-    assert isinstance(error, DeadlockError) and "role 1 waits for parity 0 of full[0]" in str(error)

@@ -35,14 +35,15 @@ class ModCall(Call):
         return replace(made, tensors=tensors, leaves=leaves)
 
 
-def indices_are_cut(backend: str | None, dtype: torch.dtype, head_dim: int = 64) -> bool:
+def indices_are_cut(backend: str | None, dtype: torch.dtype, head_dim: int = 64, rows: int = 90) -> bool:
     """Whether what is read past a tensor's ends is its last element, as if the function cut the index itself.
 
     That is so bit for bit, and of gradients too.
     """
     made = torch.Generator().manual_seed(5)
-    q, k, v = (torch.randn(2, n, 2, head_dim, generator=made).to(dtype).requires_grad_() for n in (90, 120, 120))
-    table = torch.randn(2, 40, generator=made).to(dtype).requires_grad_()
+    lengths = rows, rows + 30, rows + 30
+    q, k, v = (torch.randn(2, n, 2, head_dim, generator=made).to(dtype).requires_grad_() for n in lengths)
+    table = torch.randn(2, rows // 2 - 5, generator=made).to(dtype).requires_grad_()
 
     def cut_here(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + table[h, (q_idx - kv_idx).abs()] + table[h, q_idx - kv_idx]

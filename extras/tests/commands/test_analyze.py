@@ -46,18 +46,6 @@ def test_tables_show_the_figures(args, cells):
     assert [cell for cell in cells if cell not in words] == []
 
 
-def test_json_carries_the_numbers():
-    assert [row["tiled_bytes"] for row in records("memory", "--seqlen", "512", "--seqlen", "4k")] == [100352, 573440]
-    by_order = {row.get("order"): row for row in records("traffic")}
-    assert by_order["kv-outside"]["rescales"] == 4096
-    assert by_order["q-outside"]["rescales"] == 64
-    assert by_order[None]["scores_probs_bytes"] == 4 * 4096**2 * 2
-    assert records("flops")[0]["exponential_cost"]["ratio"] == pytest.approx(0.5)
-    assert records("flops", "--dtype", "float32")[0]["exponential_cost"] is None
-    assert records("peak")[0]["tiled_numbers"] == 24832
-    assert [round(row["total_bytes"] / 1e9, 2) for row in records("transformer")] == [18.52, 56.1]
-
-
 def test_options_reach_the_models():
     assert records("flops", "--heads", "2", "--batch", "3", "--causal")[0]["forward_exps"] == 6 * 4096 * 4097 // 2
     full, causal = records("traffic"), records("traffic", "--causal")
@@ -86,15 +74,6 @@ def test_options_reach_the_models():
     assert grouped["kv_cache_bytes"] * 4 == records("transformer", "--seqlen", "4096")[0]["kv_cache_bytes"]
 
 
-def test_roofline_of_given_numbers():
-    flags = ["roofline", "--peak-tflops", "100", "--bandwidth-tbps", "1", "--dtype", "float32", "--heads", "1"]
-    standard, _, ideal = records(*flags)
-    assert ideal["bound"] == "compute"
-    assert ideal["attainable_flops_per_s"] == 100e12
-    assert standard["bound"] == "memory"
-    assert standard["time_s"] == pytest.approx(standard["hbm_bytes"] / 1e12)
-
-
 def test_tiles_respect_the_budget():
     found = records("tiles", "--on-chip-kb", "100", "--head-dim", "128")
     assert found
@@ -115,30 +94,20 @@ def test_help_and_unknown_flags(command):
     ("args", "word"),
     [
         (["memory", "--seqlen", "0"], "--seqlen"),
-        (["traffic", "--seqlen", "-1"], "--seqlen"),
         (["peak", "--seqlen", "4096,x"], "--seqlen"),
-        (["peak", "--seqlen", ""], "--seqlen"),
         (["flops", "--seqlen", "9" * 400], "--seqlen"),
         (["memory", "--dtype", "int3"], "int3"),
         (["memory", "--block", "0"], "--block"),
-        (["memory", "--block", "1x2x3"], "--block"),
         (["memory", "--head-dim", "0"], "head-dim"),
         (["flops", "--device", "X9"], "X9"),
-        (["roofline", "--device", "X9"], "X9"),
-        (["roofline", "--dtype", "float32"], "16-bit"),
         (["roofline", "--peak-tflops", "100"], "--bandwidth-tbps"),
         (["roofline", "--peak-tflops", "0", "--bandwidth-tbps", "1"], "greater than 0"),
         (["tiles", "--on-chip-kb", "0"], "--on-chip-kb"),
-        (["tiles", "--on-chip-kb", "nan"], "--on-chip-kb"),
         (["transformer", "--heads", "3"], "num_heads"),
         (["decode", "--heads-kv", "5"], "num_heads_kv"),
-        (["decode", "--heads-kv", "0"], "--heads-kv"),
         (["decode", "--dtype", "float32"], "16-bit"),
-        (["decode", "--device", "X9"], "X9"),
         (["ring", "--gpus", "0"], "--gpus"),
-        (["ring", "--layout", "spiral"], "layout"),
         (["ring", "--scheme", "star"], "scheme"),
-        (["ring", "--ulysses", "3"], "ulysses"),
         (["ring", "--gb-per-s", "0"], "bytes_per_s"),
     ],
 )

@@ -136,13 +136,6 @@ def test_a_forced_backend_that_cannot_run_is_refused(
     assert "hopper" in captured.err and captured.err.count("\n") == 1
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["demo", "--quick", "--device", "cpu", "--out", str(tmp_path / "file")]) == 2
-    captured = capsys.readouterr()
-    assert "--out" in captured.err and captured.err.count("\n") == 1
-
-
 @pytest.mark.parametrize(("megabytes", "why"), [("1", "too small"), (str(2**30), "are free here")])
 def test_a_budget_that_cannot_work_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, megabytes: str, why: str

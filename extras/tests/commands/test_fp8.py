@@ -45,14 +45,6 @@ def test_every_choice_and_options() -> None:
     assert "seed 1" in " ".join(run(*SMALL, "--seed", "1").split()) and "seed" not in run(*SMALL)
 
 
-@pytest.mark.parametrize("inputs", ["paper", "normal"])
-def test_plot(inputs: str, tmp_path: Path) -> None:
-    path = tmp_path / "errors.svg"
-    run(*SMALL, "--inputs", inputs, "--plot", str(path))
-    drawn = path.read_text()
-    assert ("FlashAttention-3" in drawn or "legend_1" in drawn) == (inputs == "paper")
-
-
 def test_tensors_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 40, 4, 32), torch.randn(1, 90, 2, 32), torch.randn(1, 90, 2, 16)
@@ -73,8 +65,3 @@ def test_growth_and_needle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0.1155" in run("--growth")
     monkeypatch.setattr(errors, "needles", lambda device: {"float64": 1.0, "8 bits": 0.975})
     assert "98%" in run("--needle")
-
-
-def test_is_a_command_of_analyze(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["analyze", "fp8", "--inputs", "odd"]) == 2
-    assert "odd" in capsys.readouterr().err

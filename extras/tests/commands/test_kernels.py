@@ -56,18 +56,6 @@ def test_json_is_a_row_a_build() -> None:
     }
 
 
-@pytest.mark.usefixtures("toys")
-def test_table_shows_the_same_numbers() -> None:
-    result = _run("--arch", "gfx942", "--quick")
-    assert result.exit_code == 0, result.stderr
-    report = builds.compile_build(toy_builds.builds("gfx942")[0], "gfx942")
-    row = next(line for line in result.stdout.splitlines() if "toy/matmul" in line)
-    cells = [cell.strip() for cell in row.split("│")]
-    assert cells[4:7] == [str(report.registers), "0", f"{report.shared_bytes:,}"]
-    assert f"{report.instructions['mfma']} mfma" in cells[7]
-    assert result.stdout.count("toy/matmul") == 1
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("toys")
 def test_kernels_with_problems_are_named_and_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,18 +68,3 @@ def test_kernels_with_problems_are_named_and_fail(monkeypatch: pytest.MonkeyPatc
     assert "sm_80: toy/wrong: does not build: CompilationError" in result.stderr
     assert "sm_80: toy/hold_all n=16384: spills" in result.stderr
     assert "bytes of shared memory, sm_80 has 166912" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--arch", "sm_75"), "arch: is 'sm_75', must be one of sm_80, sm_89, sm_90a, sm_100, sm_120, gfx942, gfx950"),
-        (("--arch", "sm_80", "--backend", "metal"), "backend: is 'metal', must be one of hopper, portable, cpu"),
-        (("--arch", "sm_80", "--backend", "hopper"), "hopper has no GPU kernels for sm_80"),
-        (("--arch", "sm_80", "--backend", "cpu"), "cpu has no GPU kernels for sm_80"),
-    ],
-)
-def test_what_cannot_be_built_is_refused_in_one_line(arguments: tuple[str, ...], message: str) -> None:
-    result = _run(*arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.strip() == f"flashtile-lab kernels: {message}"

@@ -344,18 +344,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert main(["reproduce", "tiles"]) == 0
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("C20", "40.25", "differs: 24 are Q, K and V alone"))
-    assert main(["reproduce", "d15"]) == 0
-    assert "1.09 2.32" in capsys.readouterr().out
-    assert main(["reproduce", "A8"]) == 0
-    assert "[the explorer](explorer.md)" in capsys.readouterr().out
-    monkeypatch.setenv("COLUMNS", "60")
-    assert main(["reproduce", "fp8"]) == 0
-    assert "…" not in capsys.readouterr().out
-    monkeypatch.setenv("COLUMNS", "250")
     assert main(["reproduce", "nothing"]) == 2
     assert "'nothing' is neither an entry" in capsys.readouterr().err
-    assert main(["reproduce", "--markdown", "A1"]) == 2
-    capsys.readouterr()
     wrong = dataclasses.replace(ENTRIES["A5"], published="4 4 9")
     monkeypatch.setattr(report, "sections", lambda: {"memory": ("Memory", (wrong,))})
     assert main(["reproduce"]) == 1

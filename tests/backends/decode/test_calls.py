@@ -1,17 +1,20 @@
-"""Cached calls of the portable backend in Triton's interpreter: the cases of all backends, and random ones."""
+"""Cached calls of the portable backend in Triton's interpreter: all cases, random ones, functions, merged states."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from flashtile.backends.gpu.decode import merge
 from flashtile.backends.gpu.decode.config import Config, Splitting
 from flashtile.backends.gpu.trial import trial
+from flashtile.core import states
 from tests.fuzz import mixed
 from tests.fuzz.judged import judge as judge_random
 from tests.fuzz.judged import on_cpu
 from tests.kvcache.alone import invariance_cases, judge_alone
 from tests.kvcache.cases import CASES, CacheCase, build, judge
+from tests.kvcache.functions import HUGE, KINDS, LENGTHS, error, huge_error
 from tests.kvcache.test_trees import CHAINS, assert_chains_are_causal
 from tests.slow import named, slow_but
 
@@ -28,7 +31,7 @@ def test_case_in_float32(case: CacheCase) -> None:
     judge(build(case, torch.float32), "portable")
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize("case", [case for case in CASES if case.tree], ids=str)
 def test_trees_in_tiles_of_many_rows(case: CacheCase, block_m: int) -> None:
@@ -38,6 +41,7 @@ def test_trees_in_tiles_of_many_rows(case: CacheCase, block_m: int) -> None:
         judge(build(case, torch.float16), "portable")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("block_m", [16, 64])
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_gives_the_bits_of_a_causal_call(name: str, block_m: int) -> None:
@@ -103,3 +107,65 @@ def test_splits_that_registers_fold_are_folded_in_runs() -> None:
         with trial(decode=Config(16, 256, 4, 1, count, splitting)):
             results.append([x.clone() for x in build(case, torch.float32).run("portable")])
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("kind", reversed(KINDS))
+@pytest.mark.parametrize("name", LENGTHS)
+def test_they_count_from_the_first_query_and_the_first_key(name: str, kind: str) -> None:
+    assert error(LENGTHS[name], kind, "portable", packed=name == "window") < 1e-5
+
+
+@pytest.mark.parametrize(("value", "sinks"), zip(HUGE, (True, False) * 2, strict=True))
+def test_scores_as_huge_as_float32_has_them(value: float, sinks: bool) -> None:
+    """In splits that go through memory, with and without pages and bounds."""
+    assert huge_error(value, "portable", page_size=16 * sinks, packed=value == -1e9, sinks=sinks) < 1e-5
+
+
+@pytest.mark.parametrize("programs", [1, 7])
+def test_such_scores_in_tiles_of_many_rows(programs: int) -> None:
+    """Where the scale is applied before the mask; one program folds states in registers."""
+    splitting = Splitting(programs=8, fewest_keys=16, most_keys=32, most_splits=8, run=2)
+    with trial(decode=Config(64, 16, 4, 1, programs, splitting)):
+        assert huge_error(HUGE[2], "portable", page_size=8) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3, 33), (7, 4, 16), (1, 1, 1, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_two_states(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    *lead, seqlen, heads, _ = shape
+    out_a, out_b = torch.randn(shape).to(dtype), torch.randn(shape)
+    lse_a, lse_b = torch.randn(*lead, heads, seqlen) * 9, torch.randn(*lead, heads, seqlen) * 9
+    # Empty states, whose outputs may be anything.
+    lse_a.view(-1)[0] = -torch.inf
+    out_a.view(-1, shape[-1])[0] = torch.nan
+    if lse_a.numel() > 3:
+        lse_a[..., -1] = lse_b[..., -1] = -torch.inf
+    assert merge.can_merge(out_a, lse_a, out_b, lse_b)
+    out, lse = merge.merge(out_a, lse_a, out_b, lse_b)
+    want, want_lse = states.merge(
+        out_a.double().transpose(-2, -3), lse_a.double(), out_b.double().transpose(-2, -3), lse_b.double()
+    )
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-3
+    torch.testing.assert_close(out.double(), want.transpose(-2, -3), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("top", [torch.finfo(torch.float32).min, -1e9, torch.finfo(torch.float32).max])
+def test_weights_add_up_to_one_however_large_lse_is(top: float) -> None:
+    out, lse = torch.ones(2, 3, 2, 16), torch.full((2, 2, 3), top)
+    lower = torch.where(torch.arange(3) == 2, -torch.inf, lse)
+    for more_out, more_lse, want in ((3 * out, lse, 2.0), (3 * out, torch.zeros_like(lse), 1.0 + 2 * (top < 0))):
+        merged, merged_lse = merge.merge(out, lse, more_out, more_lse)
+        assert torch.equal(merged, want * out)
+        assert torch.equal(merged_lse, torch.maximum(lse, more_lse))
+    merged, _ = merge.merge(out, lower, 3 * out, lse)
+    assert torch.equal(merged[:, :2], 2 * out[:, :2]) and torch.equal(merged[:, 2], 3 * out[:, 2])
+
+
+def test_what_the_kernel_does_not_take() -> None:
+    out, lse = torch.zeros(2, 4, 3, 16), torch.zeros(2, 3, 4)
+    assert not merge.can_merge(out.double(), lse.double(), out.double(), lse.double())
+    assert not merge.can_merge(out.transpose(1, 2), lse, out.transpose(1, 2), lse)
+    assert not merge.can_merge(out[:0], lse[:0], out[:0], lse[:0])

@@ -74,7 +74,7 @@ def test_lists(number: int, case: Case) -> None:
         judge(call if mask != "nothing" else call.wanting(["v"]), "hopper")
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize(
     "case", [LONG, WIDE_LONG, PACKED_LONG, WIDEST, FEATURES, DROPPING], ids=lambda c: f"{c}-{c.head_dim}"
 )
@@ -91,6 +91,7 @@ def test_lists_with_bits(number: int, case: Case) -> None:
         judge(call if mask != "nothing" else call.wanting(["v"]), "hopper")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["BY_TMA_64", "WIDE_64", "NARROW_64", "THREE_STAGES_128", "BY_TMA_128", "BASE_128"])
 def test_tiles_of_lists_with_bits(name: str) -> None:
     case = replace(LONG, head_dim=64 if "64" in name else 128)

@@ -70,8 +70,14 @@ def running(case: CacheCase, rule: Splitting, num_sms: int = 3, **changes: int) 
     assert left and not any(each[::2].any() for each in left)
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("case", CASES, ids=str)
+RUNS = [
+    pytest.param(case, rule, marks=[pytest.mark.long] * ((n + m) % 2))
+    for n, case in enumerate(CASES)
+    for m, rule in enumerate(RULES.values())
+]
+
+
+@pytest.mark.parametrize(("case", "rule"), RUNS, ids=str)
 def test_numbers(case: CacheCase, rule: Splitting) -> None:
     with on_cpu(seed=len(case.sequences)), running(case, rule):
         judge(build(case, torch.bfloat16), "hopper")

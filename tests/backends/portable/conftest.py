@@ -14,8 +14,6 @@ collect_ignore = (
         "test_mods.py",
         "test_non_finite.py",
         "test_quantized.py",
-        "test_quantizer.py",
-        "test_split_forward.py",
         "test_steps.py",
         "test_tuning.py",
     ]

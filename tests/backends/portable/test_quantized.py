@@ -1,4 +1,4 @@
-"""The portable kernel over 8-bit tensors in Triton's interpreter, with float32 operands and P rounded to e4m3."""
+"""Quantized calls and the kernels that quantise, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import torch
 
 from flashtile.backends.gpu.trial import trial
 from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.rounding import launch
 from flashtile.call.quantized_arguments import FLOAT8
 from flashtile.ops import dispatch
 from tests.fuzz.judged import judge as judge_random
 from tests.fuzz.judged import on_cpu
 from tests.quantization.cases import CASES, QuantizedCase, build, emulated, judge
+from tests.quantization.quantizer import CASES as CASES_ROUNDING
+from tests.quantization.quantizer import Case, check, inputs
 from tests.slow import slow_but
 
 # Tiles of several sizes, none longer than a block of keys that shares a scale; small ones cost the interpreter more.
@@ -96,3 +99,22 @@ def test_results_are_those_of_the_emulation(name: str) -> None:
     assert off < 5e-4, f"{off:.1e}"
     exists = want_lse != -torch.inf
     assert (lse.double() - want_lse)[exists].abs().mean() < 1e-5
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("case", CASES_ROUNDING, ids=str)
+def test_numbers(case: Case) -> None:
+    check(case, inputs(case))
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("case", CASES_ROUNDING, ids=str)
+def test_numbers_of_float16(case: Case) -> None:
+    # There is no bfloat16, whose products the interpreter takes for those of integers.
+    check(case, inputs(case, torch.float16))
+
+
+def test_more_sequences_than_are_searched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "search_of", lambda batch: 2)
+    case = Case("five", 16, 16, ((1, 9), (0, 2), (128, 5), (3, 0), (2, 1)), True, rotate=False, smooth_k=False)
+    check(case, inputs(case))
