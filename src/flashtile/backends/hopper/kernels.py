@@ -95,7 +95,7 @@ def _against_latent(problem: Problem) -> list[str]:
 def _is_prompt(problem: Problem) -> bool:
     """Whether sequences, or of packed ones the longest that there may be, have more rows than the decode kernels'."""
     rows = problem.seqlen_q * problem.group_size
-    return rows > _MOST_ROWS_OF_WIDE and not problem.qv and not _is_big(problem) and tried("decode") is None
+    return rows > _MOST_ROWS_OF_WIDE and not problem.qv and tried("decode") is None
 
 
 def _against_forward(problem: Problem) -> list[str]:
@@ -105,6 +105,7 @@ def _against_forward(problem: Problem) -> list[str]:
         "caches in 8 bits": config.widens(p) and p.precision.kv != FLOAT8,
         f"8 bits in pages of {p.keys.page_size}": config.widens(p) and config.gathers(p),
         "dtype": p.dtype not in (torch.float16, torch.bfloat16),
+        "head_dim past 256": _is_big(p),
         f"head_dim that is no multiple of {unit}": p.head_dim % unit > 0 or p.head_dim_v % unit > 0,
         "strides that TMA cannot read": not p.aligned,
         "tree_mask": p.tree,
