@@ -20,8 +20,7 @@ MEASURES = ("graph", "cold", "loop", "host")
 COLD_BYTES = 4 * 60 * 10**6
 # Variant -> queries of a sequence, page size (0: no pages).
 VARIANTS = {"": (1, 0), "page16": (1, 16), "page1": (1, 1), "fp8": (1, 0), "q4": (4, 0), "append": (1, 0)}
-# The scale of 8-bit values. It is a power of two: products with it are exactly the bfloat16 values that references
-# read.
+# The scale of 8-bit values. A power of two: products with it are the bfloat16 values that references read.
 _SCALE = 1 / 16
 _LENGTHS, _LONGEST_MIXED, _BATCHES = (1024, 4096, 8192, 32768, 131072), 32768, (1, 8, 64, 128)
 # (num_heads_q, num_heads_kv, head_dim)

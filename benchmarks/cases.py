@@ -31,13 +31,11 @@ class Case:
 
     ``direction`` backward is the gradients of q, k and v alone, given a saved forward; quantized is their rounding to 8
     bits. ``lengths`` are packed sequences' lengths, for both queries and keys: ``batch`` is then their number,
-    ``seqlen_q`` and ``seqlen_k`` the longest.
-    ``window`` is ``(left, right)`` with both ends inclusive. ``head_dim_v`` is given where it differs from head_dim.
-    ``bias`` says whether normal numbers of each head, row and key are added to the scores: ``constant``, or
-    ``trained``, with a gradient from the backward too. ``softcap`` and ``sinks``, a normal number a head, are as in the
-    library; so is ``dropout``, a probability. ``padded`` sequences end before seqlen_k, as ``key_lengths`` says, and a
-    mask drops the keys behind.
-    ``model`` names a cell of suite ``models`` or ``uses``.
+    ``seqlen_q`` and ``seqlen_k`` the longest. ``window`` is ``(left, right)`` with both ends inclusive. ``head_dim_v``
+    is given where it differs from head_dim. ``bias`` says whether normal numbers of each head, row and key are added to
+    the scores: ``constant``, or ``trained``, with a gradient from the backward too. ``softcap`` and ``sinks``, a normal
+    number a head, are as in the library; so is ``dropout``, a probability. ``padded`` sequences end before seqlen_k, as
+    ``key_lengths`` says, and a mask drops the keys behind. ``model`` names a cell of suite ``models`` or ``uses``.
     """
 
     direction: Direction

@@ -2,9 +2,8 @@
 
 The ideal is one GPU's time on the whole sequence over the number of GPUs. A sample is a burst of calls that all ranks
 start together, and its time is the slowest rank's; samples of all providers alternate, after their results were
-compared
-with one GPU's. The peer is PyTorch's ``context_parallel``, with both of its ways to rotate keys. The command starts a
-process for each GPU; under torchrun it is one of them.
+compared with one GPU's. The peer is PyTorch's ``context_parallel``, with both of its ways to rotate keys. The command
+starts a process for each GPU; under torchrun it is one of them.
 """
 
 from __future__ import annotations

@@ -169,11 +169,9 @@ class MultiheadAttention(nn.Module):
             attn_mask: bool, broadcastable to ``(batch, num_heads, seqlen, seqlen_context)``; **True keeps**, where it
                 hides in torch's module. Valid keys ``(batch, seqlen_context)`` are ``valid[:, None, None, :]``.
             attn_bias: float16 to float64, broadcastable to the same shape; added to the scores; has a gradient.
-            positions: For rotary: the position of every sequence's first row, or the positions of all rows,
-                ``(seqlen,)``,
+            positions: For rotary: the position of every sequence's first row, or of all rows: ``(seqlen,)``,
                 ``(batch, seqlen)`` or packed ``(total,)``.
-            context_positions: Like positions, for the context. By default x's if x attends to itself, else counted from
-                0.
+            context_positions: Like positions, for the context. x's if x attends to itself, else counted from 0.
             cu_seqlens: ``(batch + 1,)`` int32: sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]`` of x.
             max_seqlen: The longest length, if known: on a GPU this saves empty programs.
             cu_seqlens_context: ``(batch + 1,)`` int32 of a packed context.

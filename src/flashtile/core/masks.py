@@ -92,8 +92,8 @@ class Band:
     def count_rows(self, row_start: int, row_stop: int, seqlen_q: int, seqlen_k: int) -> int:
         """The number of pairs that the band keeps in some rows, in O(1) without chunks.
 
-        A row keeps ``clip(d + right + 1, 0, seqlen_k) - clip(d - left, 0, seqlen_k)`` keys, where
-        ``d = row + shift``, so the sum is a difference of two sums of clipped consecutive integers.
+        A row keeps ``clip(d + right + 1, 0, seqlen_k) - clip(d - left, 0, seqlen_k)`` keys, where ``d = row + shift``,
+        so the sum is a difference of two sums of clipped consecutive integers.
         """
         first, rows = row_start + seqlen_k - seqlen_q, row_stop - row_start
         if self.left is not None and self.right is not None and self.left + self.right < 0:

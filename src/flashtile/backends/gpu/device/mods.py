@@ -9,13 +9,12 @@ not, because it also decides which blocks are visited. A mod consists of ``@trit
         of_head(operands, at) -> operands                      the functions' operands for a head, if these differ by
         head
 
-with scores in natural units and ``at`` an ``At``, which has no p and j for ``of_head``. A user's functions,
-"score_mod" and "mask_mod", are printed (``flashtile.mods.printed`` describes their protocol); score_mod comes first and
-mask_mod last.
-Softcap, ALiBi and bias are applied in this order, then the band and the masks. In a cached call with draft trees the
-mask is "tree". Transforms and the band then take the positions that ``tree_places`` computes for rows and for keys; the
-tree's mask takes the keys' indices. A backend may compute a mod in another way, as the Hopper kernels do, and finds it
-by its name in ``Mods.SCORES`` or ``Mods.MASKS``.
+with scores in natural units and ``at`` an ``At``, which has no p and j for ``of_head``. A user's functions, "score_mod"
+and "mask_mod", are printed (``flashtile.mods.printed`` describes their protocol); score_mod comes first and mask_mod
+last. Softcap, ALiBi and bias are applied in this order, then the band and the masks. In a cached call with draft trees
+the mask is "tree". Transforms and the band then take the positions that ``tree_places`` computes for rows and for keys;
+the tree's mask takes the keys' indices. A backend may compute a mod in another way, as the Hopper kernels do, and finds
+it by its name in ``Mods.SCORES`` or ``Mods.MASKS``.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 The mathematics is in docs/algorithm.md. For each block of keys a warpgroup starts the scores of the next block, then
 multiplies the probabilities of this block with its values; with two warpgroups the softmax of the next scores runs
-under that product, with three it runs under the products of the others.
-At the end of a tile the first scores of the next tile take the place of the next block's, so the tensor cores have work
-while a tile's output is normalised and stored. Source of the schedule: Shah et al. 2024, FlashAttention-3,
-arXiv:2407.08608, section 3 (warp specialisation, intra-warpgroup overlap).
+under that product, with three it runs under the products of the others. At the end of a tile the first scores of the
+next tile take the place of the next block's, so the tensor cores have work while a tile's output is normalised and
+stored. Source of the schedule: Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3 (warp specialisation,
+intra-warpgroup overlap).
 """
 
 from triton.experimental import gluon

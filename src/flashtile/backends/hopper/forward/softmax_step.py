@@ -81,8 +81,7 @@ class State:
 
     ``probs`` belong to the last block and are not yet multiplied with its values. ``accs`` [BLOCK_M, ...], one for each
     part of the values' columns, must be multiplied by ``factor`` first. ``row_max`` is in base 2, ``row_sum`` [BLOCK_M,
-    4] has
-    each thread's partial sum.
+    4] has each thread's partial sum.
     """
 
     probs: gl.tensor

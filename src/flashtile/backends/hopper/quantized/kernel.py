@@ -5,8 +5,7 @@ are multiplied by the scales of its queries and keys together with the softmax s
 2^8 and rounded to e4m3. They are in registers in the order of WGMMA's left operand, since each 16 keys of the values
 have the order of ``quantization.blocks.ORDER``. WGMMA sums 8-bit products with about 13 bits, so each block's product
 with values starts from 0 and is added in float32, in units of the block's own scale. Source: Shah et al. 2024,
-FlashAttention-3,
-arXiv:2407.08608, section 3.3.
+FlashAttention-3, arXiv:2407.08608, section 3.3.
 """
 
 from triton.experimental import gluon

@@ -114,8 +114,7 @@ class BiasGradient(NamedTuple):
     """dbias, contiguous ``(bias_batch, heads, rows, stride_row)``, and the numbers of rows and keys of scores.
 
     A SUM_ constant is True if the bias broadcasts along that dimension; along the batch, dbias then has a sum for each
-    of
-    ``parts`` parts.
+    of ``parts`` parts.
     """
 
     ptr: Any
