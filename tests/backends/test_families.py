@@ -17,7 +17,7 @@ pytest.importorskip("triton.experimental.gluon")
 import flashtile
 from flashtile import InvalidInputError
 from flashtile.backends.gpu.launch import lower, specialise
-from flashtile.call.arguments import OPTIONS, TENSORS, Grads, Options, Tensors, read, tensor_values
+from flashtile.call.arguments import OPTIONS, TENSORS, Grads, Options, Plain, Tensors, read, tensor_values
 from flashtile.call.backend import FEATURES
 from flashtile.call.prepared import without_data
 from flashtile.call.problem import Problem, _Short
@@ -30,7 +30,6 @@ from flashtile_lab.kernels import portable as portable_builds
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge
 
-PLAIN = (None, 0.0, 0.0, False, None, None, False, ())
 WITHOUT_SCORE_TENSORS = [case for case in CASES if case.mask is None and case.bias is None and not case.intervals]
 
 
@@ -48,7 +47,7 @@ def _call(case: Case) -> tuple[Tensors, Options]:
     t, lengths = call.tensors, (None, None)
     if case.lengths and case.say_longest:
         lengths = (call.problem.seqlen_q, call.problem.seqlen_k)
-    plain = (case.scale, case.softcap, case.dropout, False, None, case.chunk, False, ())
+    plain = Plain(case.scale, case.softcap, case.dropout, attention_chunk=case.chunk)
     return ops.REGULAR.readable(t), read(t, case.causal, case.window, False, plain, lengths)
 
 
@@ -221,7 +220,7 @@ def test_a_family_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.Mon
         q, k, v = (torch.randn(1, n, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
         out = flashtile.attention(q, k, v, **keywords)
         want = flashtile.reference.attention(
-            Problem.of(Tensors(q, k, v), read(Tensors(q, k, v), False, None, False, PLAIN)),
+            Problem.of(Tensors(q, k, v), read(Tensors(q, k, v), False, None, False, Plain())),
             Tensors(q, k, v),
         )[0]
         torch.testing.assert_close(out, want)
@@ -259,6 +258,6 @@ def test_tiny_dense_calls_are_a_family_of_their_own_and_go_past_the_wide_tiles(d
 
     def family(seqlen_q: int, seqlen_k: int) -> object:
         q, k = (torch.empty(2, n, 4, 64, dtype=torch.float16) for n in (seqlen_q, seqlen_k))
-        return family_of(Tensors(q, k, k), read(Tensors(q, k, k), False, None, False, PLAIN))
+        return family_of(Tensors(q, k, k), read(Tensors(q, k, k), False, None, False, Plain()))
 
     assert family(49, 64) == family(64, 1) != family(65, 64) == family(64, 65) == family(999, 3)

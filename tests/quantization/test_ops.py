@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flashtile
 from flashtile import InvalidInputError, Quantized
 from flashtile.api.keywords import Asked
+from flashtile.call.arguments import Plain
 from flashtile.call.backend import Build, Direction
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_arguments import FLOAT8, TENSORS, tensor_values
@@ -261,13 +262,10 @@ def test_warm_up_builds_the_kernels_that_round(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(build, "builds", lambda launches: [Build(name, lambda: None) for name in launches])
     given = Tensors(*(x.to("meta") for x in inputs()))
-    asked, device = (
-        Asked("fp8", True, None, False, (None, 0.0, 0.0, False, None, None, False, ())),
-        torch.device("cuda"),
-    )
+    asked, device = Asked("fp8", True), torch.device("cuda")
     names = [build.name for build in api.rounding_builds(given, asked, device)]
     assert {"quantize_q", "quantize_k", "quantize_v", "mean_of_keys"} <= set(names)
-    capped = asked._replace(plain=(None, 9.0, 0.0, False, None, None, False, ()))
+    capped = asked._replace(plain=Plain(softcap=9.0))
     assert "mean_of_keys" not in [build.name for build in api.rounding_builds(given, capped, device)]
     assert api.rounding_builds(given, asked, torch.device("cpu")) == []
     record = dataclasses.replace(given, q=flashtile.quantize(*inputs()), k=None, v=None)

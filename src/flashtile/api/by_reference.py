@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile import reference
-from flashtile.api.keywords import asked_of
-from flashtile.api.prepare import options_of
+from flashtile.api.keywords import asked_of, options_of
 from flashtile.call.problem import Problem
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from flashtile.api.attention import quantized_calls
 from flashtile.api.cached import causality, completed
-from flashtile.api.keywords import AnyCall, Asked, asked_of, refuse_functions, shift_of, with_functions
+from flashtile.api.keywords import AnyCall, Asked, asked_of, options_of, refuse_functions, with_functions
 from flashtile.call import autocast, cached_arguments, cached_problem, latent
-from flashtile.call.arguments import Options, Tensors, flag, read
+from flashtile.call.arguments import Tensors, flag
 from flashtile.call.backend import Build, Direction, directions_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
 from flashtile.call.problem import AHEAD, Problem, check_values, compute_capability, gpu_name
@@ -90,38 +90,32 @@ def _explained(
     return "\n".join(filter(None, (*said, used())))
 
 
-def options_of(tensors: Tensors, asked: Asked) -> Options:
-    """A call's options; tensors get what its functions read."""
-    if any(each is not None for each in asked.functions):
-        functions = with_functions(tensors, *asked.functions, asked.plain[1])
-        options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, asked.lengths)
-        return functions.options(options, shift_of(tensors) or 0)
-    return read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, asked.lengths)
-
-
 def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions]:
     """The records of a call over a cache, from the arguments that all calls have and those that it alone has."""
-    precision, causal, window_size, return_lse, plain, _, lengths, functions = asked
-    softmax_scale, softcap, dropout_p, deterministic, backend, chunk, mirrored, _ = plain
-    others = {
+    plain, functions = asked.plain, asked.functions
+    foreign = {
         "attn_mask": t.attn_mask, "attn_bias": t.attn_bias,
         "block_mask": t.row_blocks, "cu_seqlens_k": t.cu_seqlens_k,
-        "dropout_p": dropout_p or None, "deterministic": deterministic or None, "precision": precision,
+        "dropout_p": plain.dropout_p or None, "deterministic": plain.deterministic or None,
+        "precision": asked.precision,
     }  # fmt: skip
-    for name, value in others.items():
+    for name, value in foreign.items():
         if value is not None:
             raise InvalidInputError(name, "is given, but a call over a cache has none")
     for name in ("k_cache", "v_cache", "cache_seqlens"):
         if cached.get(name) is None:
             raise InvalidInputError(name, f"is None, but {next(iter(cached))} is given")
-    alike = *lengths, softmax_scale, softcap, cached.get("rotary_interleaved", False), backend, chunk, mirrored
-    of_all, of_each = causality(causal)
-    options = cached_arguments.read(of_all, window_size, return_lse, alike)
+    others = (
+        *asked.lengths, plain.softmax_scale, plain.softcap, cached.get("rotary_interleaved", False), plain.backend,
+        plain.attention_chunk, plain.mirrored,
+    )  # fmt: skip
+    of_all, of_each = causality(asked.causal)
+    options = cached_arguments.read(of_all, asked.window_size, asked.return_lse, others)
     given: dict[str, Any] = {name: cached.get(name, getattr(t, name, None)) for name in cached_arguments.TENSORS}
     given["causal"] = of_each
     made = CacheTensors(**given)
     if any(each is not None for each in functions):
-        options = with_functions(made, *functions, softcap).options(options, 0)
+        options = with_functions(made, *functions, plain.softcap).options(options, 0)
     return latent.split(completed(made)), options
 
 

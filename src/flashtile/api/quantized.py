@@ -64,7 +64,7 @@ def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
     tensors, lengths = given, asked.lengths
     if isinstance(given.q, Quantized):
         tensors, lengths = _of_record(given, asked)
-    options = arguments.read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, lengths)
+    options = asked.read(tensors, lengths)
     for name in ("alibi_slopes", "attn_mask", "attn_bias"):
         if getattr(given, name) is not None:
             raise InvalidInputError(name, "is given, but does not go with 8 bits")

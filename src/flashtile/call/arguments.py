@@ -189,6 +189,19 @@ class Options(HashKept):
     __hash__ = HashKept.kept_hash
 
 
+class Plain(NamedTuple):
+    """The fields of ``Options`` from softmax_scale on, but for ``mods``, as a caller gave them."""
+
+    softmax_scale: Any = None
+    softcap: Any = 0.0
+    dropout_p: Any = 0.0
+    deterministic: Any = False
+    backend: Any = None
+    attention_chunk: Any = None
+    mirrored: bool = False
+    listed: tuple[int, ...] = ()
+
+
 def table(record: type) -> dict[str, Argument]:
     """The rows of a record's fields by name, with their types in the operators' schema."""
     found = {}
@@ -240,18 +253,18 @@ def read(
     causal: bool,
     window_size: Sequence[int | None] | None,
     return_lse: bool,
-    plain: tuple[object, ...],
+    plain: Plain,
     lengths: tuple[object, object] = (None, None),
 ) -> Options:
     """Makes the options of a call from its keywords, and checks which tensors need gradients.
 
-    ``plain`` holds the fields of ``Options`` from softmax_scale on, in that order: a tuple, since names would cost
-    another 1 us per call. The same arguments give the same object, unless one is unhashable.
+    The same arguments give the same object, unless one is unhashable.
 
     Raises:
         InvalidInputError: Naming the argument that is wrong.
     """
-    return _options(causal, window_size, return_lse, (*lengths, _grads(tensors), *plain))
+    # Tuples are added faster than a NamedTuple is unpacked.
+    return _options(causal, window_size, return_lse, (*lengths, _grads(tensors)) + plain)  # noqa: RUF005
 
 
 def reader(options: type[S]) -> Callable[[Any, Any, Any, tuple[object, ...]], S]:
@@ -272,7 +285,7 @@ def reader(options: type[S]) -> Callable[[Any, Any, Any, tuple[object, ...]], S]
 
     def read(causal: Any, window_size: Any, return_lse: Any, plain: tuple[object, ...]) -> S:
         left, right = (None, None) if window_size is None else window_bounds(window_size)
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return make(causal, return_lse, left, right, *plain)
         try:
             return made(causal, return_lse, left, right, *plain)
@@ -282,7 +295,7 @@ def reader(options: type[S]) -> Callable[[Any, Any, Any, tuple[object, ...]], S]
     return read
 
 
-_options = reader(Options)
+_is_compiling, _options = torch.compiler.is_compiling, reader(Options)
 
 
 def _grads(t: Tensors) -> tuple[Any, ...]:

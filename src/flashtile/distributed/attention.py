@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.api.keywords import Asked, Common, asked_of
 from flashtile.call import autocast
-from flashtile.call.arguments import Options, Tensors, integer, is_plain, other_tensors, read
+from flashtile.call.arguments import Options, Tensors, integer, is_plain, other_tensors
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.distributed import dtensors
@@ -127,7 +127,7 @@ def _call(given: dict[str, Any]) -> Any:
     tensors, asked, _ = asked_of("attention", (q, k, v), keywords, OverRanks)
     with_mods = asked.functions != (None, None)
     if not with_mods:
-        options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain)
+        options = asked.read(tensors)
     if autocast.is_on():
         tensors = autocast.cast(tensors, q.device.type)
     ranks = ranks_of(mesh)
@@ -165,10 +165,9 @@ def _with_mods(t: Tensors, asked: Asked, lengths_q: tuple[int, ...], lengths_k: 
 
     shifts = {k - q for q, k in zip(lengths_q, lengths_k, strict=False)} or {0}
     # A band is counted from the first row: it is one for all documents with one shift.
-    found = functions_of(*asked.functions, t, asked.plain[1], len(shifts) == 1)
+    found = functions_of(*asked.functions, t, asked.plain.softcap, len(shifts) == 1)
     t.operands, t.numbers = found.operands, found.numbers
-    options = read(t, asked.causal, asked.window_size, asked.return_lse, asked.plain)
-    return found.options(options, min(shifts))
+    return found.options(asked.read(t), min(shifts))
 
 
 def _kind(spec: Spec, t: Tensors) -> Kind:
