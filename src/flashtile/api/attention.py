@@ -22,8 +22,8 @@ from flashtile.api.keywords import (
     refuse_functions,
     refused,
 )
-from flashtile.call import autocast
 from flashtile.call.arguments import Grads, Options, Plain, Tensors, check_tensor, is_dtensor, read, refuse_mixed
+from flashtile.call.prepared import autocast, autocast_is_on
 from flashtile.call.quantized import Quantized
 from flashtile.core import states
 from flashtile.core.errors import InvalidInputError
@@ -127,7 +127,7 @@ def attention(
     if _more or _unknown:
         raise refused("attention", _more, _unknown)
     alone = Tensors(q, k, v)  # type: ignore[arg-type]
-    if not operation.is_watched(alone.q, alone.k, alone.v) and not autocast.is_on():
+    if not operation.is_watched(alone.q, alone.k, alone.v) and not autocast_is_on():
         # Most calls have the keywords of the one before. Compared by identity, since True == 1, but for the scale: each
         # layer of a model has its own number.
         options, causal_, window_, scale_, softcap_, dropout_, deterministic_, backend_, chunk_ = _last
@@ -281,8 +281,8 @@ def quantized_calls() -> Any:
 def _run(
     tensors: Tensors, options: Options, return_lse: bool, into: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    if autocast.is_on():
-        tensors = autocast.cast(tensors, tensors.q.device.type)
+    if autocast_is_on():
+        tensors = autocast(tensors, tensors.q.device.type)
     if options.dropout_p > 0:
         sharding.refuse_dropout(tensors.q)
         tensors = dataclasses.replace(tensors, rng_state=dropout.drawn(tensors.q))

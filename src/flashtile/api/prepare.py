@@ -16,10 +16,12 @@ from torch import Tensor
 from flashtile.api.attention import quantized_calls
 from flashtile.api.cached import causality, completed
 from flashtile.api.keywords import AnyCall, Asked, asked_of, options_of, refuse_functions, with_functions
-from flashtile.call import autocast, cached_arguments, cached_problem, latent
+from flashtile.call import cached_arguments, cached_problem, latent
 from flashtile.call.arguments import Tensors, flag
 from flashtile.call.backend import Build, Direction, directions_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
+from flashtile.call.gpus import gpu_of
+from flashtile.call.prepared import autocast, wanting, without_data
 from flashtile.call.problem import AHEAD, Problem, check_values, compute_capability, gpu_name
 from flashtile.call.quantized import Quantized
 from flashtile.core.errors import InvalidInputError, shown
@@ -59,7 +61,7 @@ def explain(
         place = q.q.device if isinstance(q, Quantized) else q.device
         return _explained(backend, place, calls, lambda: quantized_calls().rounding_builds(tensors, asked, place))
     options = options_of(tensors, asked)
-    given = autocast.cast(tensors, q.device.type)
+    given = autocast(tensors, q.device.type)
     problem = Problem.of(given, options)
     if problem.varlen and problem.device_type == "cpu":
         check_values(problem, tensors)
@@ -79,7 +81,6 @@ def _explained(
     if device.type != "cuda":
         return "\n".join(dispatch.explain(problem, backend, only) for problem, _, only in calls)
     from flashtile.backends.gpu.build import used  # what few programs need is not loaded by all
-    from flashtile.call.prepared import without_data
 
     with torch.cuda.device(device):
         said = ["rounding to 8 bits:", *map(dispatch.line_of, made)] if (made := rounding()) else []
@@ -174,8 +175,6 @@ def warm_up(
         with ahead.into(into):
             return warm_up(q, k, v, device=device, backward=backward, gpu=gpu or f"sm_{major}{minor}", **keywords)
     if gpu is not None:
-        from flashtile.call.gpus import gpu_of
-
         if _device(device) != torch.device("cuda"):
             raise InvalidInputError("gpu", f"is given, but goes with device='cuda' alone, which is {shown(device)}")
         token = AHEAD.set(gpu_of(gpu))
@@ -187,8 +186,6 @@ def warm_up(
 
 
 def _warm_up(given: _Given, device: torch.device | str, backward: bool, keywords: AnyCall) -> list[BuildTime]:
-    from flashtile.call.prepared import wanting, without_data  # what few programs need is not loaded by all
-
     q, gpu = given[0], AHEAD.get()
     tensors, asked, cached = asked_of("warm_up", given, keywords)
     place, backward = _device(device), flag("backward", backward)
@@ -206,7 +203,7 @@ def _warm_up(given: _Given, device: torch.device | str, backward: bool, keywords
         calls = quantized_calls().calls(tensors, asked, place, backward)
     else:
         options = wanting(tensors, options_of(tensors, asked), backward)
-        shapes = autocast.cast(without_data(tensors), place.type)
+        shapes = autocast(without_data(tensors), place.type)
         problem = Problem.of(shapes, options).but(**where, gpu=gpu_name(place) if gpu is None else "")
         shapes = _with_state(shapes, problem)
         calls = [(problem, shapes, direction) for direction in directions_of(problem)]

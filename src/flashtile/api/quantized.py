@@ -17,10 +17,10 @@ from torch.autograd import forward_ad
 from flashtile.api.keywords import Asked
 from flashtile.api.quantize import quantize
 from flashtile.backends.cpu.rounding import restored
-from flashtile.call import arguments, autocast
+from flashtile.call import arguments
 from flashtile.call.arguments import Options, Tensors
 from flashtile.call.backend import Build, Direction
-from flashtile.call.prepared import wanting, without_data
+from flashtile.call.prepared import autocast, autocast_is_on, wanting, without_data
 from flashtile.call.problem import Problem, compute_capability
 from flashtile.call.quantized import Quantized
 from flashtile.call.quantized_arguments import OUT_DTYPES, QuantizedOptions, QuantizedTensors, options_of
@@ -77,8 +77,8 @@ def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
     if tensors is given:
         if forward_ad._current_level >= 0:
             refuse_tangents(arguments.TENSORS, arguments.tensor_values(tensors), "a call in 8 bits")
-        if autocast.is_on():
-            tensors = autocast.cast(tensors, tensors.q.device.type)
+        if autocast_is_on():
+            tensors = autocast(tensors, tensors.q.device.type)
         if tensors.q.dtype not in OUT_DTYPES:
             raise InvalidInputError("q", f"dtype is {tensors.q.dtype}, must be bfloat16 or float16 for precision='fp8'")
     return tensors, options

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.api.keywords import Asked, Common, asked_of
-from flashtile.call import autocast
 from flashtile.call.arguments import Options, Tensors, integer, is_plain, other_tensors
+from flashtile.call.prepared import autocast, autocast_is_on
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.distributed import dtensors
@@ -128,8 +128,8 @@ def _call(given: dict[str, Any]) -> Any:
     with_mods = asked.functions != (None, None)
     if not with_mods:
         options = asked.read(tensors)
-    if autocast.is_on():
-        tensors = autocast.cast(tensors, q.device.type)
+    if autocast_is_on():
+        tensors = autocast(tensors, q.device.type)
     ranks = ranks_of(mesh)
     if mesh.device_type != q.device.type:
         raise InvalidInputError("mesh", f"is one of {mesh.device_type} devices, but q is on {q.device}")

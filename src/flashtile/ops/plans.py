@@ -21,6 +21,7 @@ from torch import Tensor
 from flashtile.call.arguments import Options, is_plain, option_values
 from flashtile.call.axes import is_aligned
 from flashtile.call.backend import LOADED, MEANWHILE, Backend, Direction, Given, Gradients, Plan, directions_of
+from flashtile.call.prepared import without_data
 from flashtile.call.problem import TINY, Problem, Tensors
 from flashtile.ops import dispatch
 
@@ -90,8 +91,6 @@ def building_ahead(backward: Backend, problem: Problem, like: Tensors) -> Iterat
 
 def _build_backward(chosen: Backend, problem: Problem, like: Tensors) -> None:
     """Starts to build in other threads what a backward needs; what fails there is built again when it is needed."""
-    from flashtile.call.prepared import without_data  # what few programs need is not loaded by all
-
     shapes, device = without_data(like), like.q.device
 
     def build() -> None:
