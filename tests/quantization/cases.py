@@ -128,12 +128,7 @@ class QuantizedCall:
 
     def run(self, backend: str) -> tuple[Tensor, Tensor]:
         """out and lse of the operator."""
-        return ops.attend(self.tensors, QuantizedOptions(**vars_of(self.options) | {"backend": backend}))
-
-
-def vars_of(options: QuantizedOptions) -> dict[str, Any]:
-    """The options by name."""
-    return {name: value for name, value in vars(options).items() if not name.startswith("_")}
+        return ops.attend(self.tensors, self.options._replace(backend=backend))
 
 
 def build(case: QuantizedCase, device: str = "cpu", seed: int = 0) -> QuantizedCall:

@@ -21,6 +21,7 @@ from flashtile.call.quantized_arguments import FLOAT8, TENSORS, tensor_values
 from flashtile.compat import flash_attn_3 as fa3
 from flashtile.ops import dispatch, plans
 from flashtile.ops import quantized as quantized
+from flashtile.ops.operation import PlannedCall
 from tests.quantization.cases import CASES, QuantizedCall, build
 
 _NAMED = {case.name: case for case in CASES}
@@ -164,8 +165,8 @@ def test_the_profiler_and_the_flop_counter_know_the_operator() -> None:
 
 
 def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = type(plans.kinds)()
-    monkeypatch.setattr(plans, "kinds", known)
+    known = type(plans.kept)()
+    monkeypatch.setattr(plans, "kept", known)
     q, k, v = inputs()
     base = flashtile.quantize(q, k, v)
     count = 0
@@ -180,7 +181,7 @@ def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPat
             count -= record.dtype == base.dtype and record is not base  # other values alone
         for _ in range(2):
             flashtile.attention(record, **keywords)
-            assert sum(key[0] != "quantize" for key in known) == count, keywords
+            assert sum(type(x) is PlannedCall for x in known.values()) == count, keywords
     monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")
     with pytest.raises(flashtile.UnsupportedError, match="hopper"):
         flashtile.attention(base)

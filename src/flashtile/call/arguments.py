@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 import torch
@@ -210,27 +210,8 @@ def grads_of(name: str, value: Sequence[Any]) -> Grads:
     return Grads(q, k, v, bias, sinks, operands if any(operands) else ())
 
 
-class HashKept:
-    """Options of a kind of call, a frozen dataclass, whose ``__hash__`` is ``kept_hash``."""
-
-    @property
-    def band(self) -> Band:
-        """The bounds of windows, of causality and of chunks, which not every kind of call has."""
-        left, right = self.window_left, self.window_right  # type: ignore[attr-defined]
-        return Band(left, right, getattr(self, "attention_chunk", None))
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))  # type: ignore[arg-type]
-
-    def kept_hash(self) -> int:
-        """The hash, computed once."""
-        return self._hash
-
-
-@dataclass(frozen=True)
-class Options(HashKept):
-    """The non-tensor arguments of one call, checked; hashable, with the hash cached."""
+class Options(NamedTuple):
+    """The non-tensor arguments of one call, checked."""
 
     window_left: Annotated[int | None, Argument("Left bound of the Band.")] = None
     window_right: Annotated[int | None, Argument("Right bound of the Band.")] = None
@@ -240,7 +221,7 @@ class Options(HashKept):
     max_seqlen_k: Annotated[int | None, Argument("Longest packed keys, if known.", schema="SymInt?", check=_length)] = (
         None
     )
-    grads: Annotated[Grads, Argument("Wanted gradients.", check=grads_of, schema="bool[]")] = Grads()  # noqa: RUF009
+    grads: Annotated[Grads, Argument("Wanted gradients.", check=grads_of, schema="bool[]")] = Grads()
     softmax_scale: Annotated[float | None, Argument("None is head_dim ** -0.5.", check=_scale)] = None
     softcap: Annotated[float, Argument("Cap of the scores, 0 for none.", check=_softcap)] = 0.0
     dropout_p: Annotated[float, Argument("Probability of dropping.", check=probability)] = 0.0
@@ -252,12 +233,10 @@ class Options(HashKept):
     # Not a keyword: what score_mod and mask_mod become.
     mods: Annotated[tuple[str, ...], Argument("Texts of mods.", schema="str[]?")] = ()
 
-    @functools.cached_property
-    def kinds(self) -> dict[Any, Any]:
-        """What ``ops`` knows of calls with these options."""
-        return {}
-
-    __hash__ = HashKept.kept_hash
+    @property
+    def band(self) -> Band:
+        """The bounds of windows, of causality and of chunks."""
+        return Band(self.window_left, self.window_right, self.attention_chunk)
 
 
 class Plain(NamedTuple):
@@ -302,7 +281,7 @@ def fields_of(names: Iterable[str]) -> Callable[[Any], tuple[Any, ...]]:
     return made
 
 
-tensor_values, option_values, differentiable = fields_of(TENSORS), fields_of(OPTIONS), fields_of(GRADIENTS)
+tensor_values, differentiable = fields_of(TENSORS), fields_of(GRADIENTS)
 _OTHERS = list(TENSORS)[3:]
 _plain = fields_of(n for n, row in TENSORS.items() if row.gradient is None and "[]" not in row.schema)
 other_tensors, single_tensors = fields_of(_OTHERS[:-2]), fields_of(list(TENSORS)[:-2])

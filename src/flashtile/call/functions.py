@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,9 +45,8 @@ class Functions(NamedTuple):
         left = None if left is None else left + shift
         right = None if right is None else right - shift
         left, right = _least(left, options.window_left), _least(right, options.window_right)
-        return dataclasses.replace(
-            options, mods=self.mods, window_left=left, window_right=right, softcap=self.softcap or options.softcap
-        )
+        softcap = self.softcap or options.softcap
+        return options._replace(mods=self.mods, window_left=left, window_right=right, softcap=softcap)
 
 
 def _least(x: int | None, y: int | None) -> int | None:

@@ -43,7 +43,7 @@ def wanting(tensors: Tensors, options: Options, backward: bool) -> Options:
     if not any(grads):
         operands = tuple(x.dtype.is_floating_point for x in tensors.operands or ())
         grads = grads_of("grads", (*(x is not None for x in differentiable(tensors)), *operands))
-    return replace(options, grads=grads if backward else Grads())
+    return options._replace(grads=grads if backward else Grads())
 
 
 def without_data(record: R) -> R:

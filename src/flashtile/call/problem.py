@@ -267,7 +267,7 @@ class Problem:
         )  # fmt: skip
 
     def resized(self, tensors: Tensors, options: Options) -> Problem:
-        """The problem of another call of its family, see ``plans.family_of``, which needs no checks."""
+        """The problem of another call of its shape class, see ``plans.class_key``, which needs no checks."""
         batch, seqlen_q, seqlen_k = tensors.q.shape[0], tensors.q.shape[-3], tensors.k.shape[-3]
         bounds = tensors.cu_seqlens_q
         if bounds is not None:

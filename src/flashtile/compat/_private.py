@@ -260,7 +260,7 @@ def _backward(
         if rng_state is None:
             raise InvalidInputError("rng_state", "is None, but dropout_p is not 0: give what the forward returned")
         tensors = dataclasses.replace(tensors, rng_state=rng_state)
-    options = dataclasses.replace(options, grads=grads_of("grads", [target is not None for target in wanted]))
+    options = options._replace(grads=grads_of("grads", [target is not None for target in wanted]))
     gradients = torch.ops.flashtile.attention_backward(
         dout, None, out.contiguous(), lse.contiguous(), *ops.REGULAR.flatten(tensors, options)
     )

@@ -177,7 +177,7 @@ def _kind(spec: Spec, t: Tensors) -> Kind:
         "distributed", spec, settings.BACKEND.raw(), settings.COPIES.raw(), plans.products(t.q), *plans.layout(t.q),
         *plans.layout(t.k), *plans.layout(t.v), given, *map(plans.layout, t.operands or ()),
     )  # fmt: skip
-    kind: Kind | None = plans.kinds.get(key)
+    kind: Kind | None = plans.kept.get(key)
     if kind is None:
         kind = make_kind(spec, t)
         plans.keep(key, kind)

@@ -23,8 +23,8 @@ def attend(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Tensor, Tens
         found = OPERATOR.overload(*QUANTIZED.flatten(t, options))
         return found
     QUANTIZED.check_types(t)
-    t, kind = QUANTIZED.kind(t, options)
-    found = kind.run(t)
+    t, call = QUANTIZED.planned(t, options)
+    found = call.run(t)
     return found
 
 
