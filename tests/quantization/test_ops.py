@@ -20,7 +20,7 @@ from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_arguments import FLOAT8, TENSORS, tensor_values
 from flashtile.compat import flash_attn_3 as fa3
 from flashtile.ops import dispatch, plans
-from flashtile.ops import quantized as quantized
+from flashtile.ops import operators as ops
 from flashtile.ops.operation import PlannedCall
 from tests.quantization.cases import CASES, QuantizedCall, build
 
@@ -60,7 +60,7 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "allclose", same)
     torch.library.opcheck(
-        torch.ops.flashtile.attention_quantized.default, quantized.QUANTIZED.flatten(call.tensors, call.options)
+        torch.ops.flashtile.attention_quantized.default, ops.QUANTIZED.flatten(call.tensors, call.options)
     )
 
 
@@ -69,7 +69,7 @@ def test_fake_tensors_have_the_real_shapes_and_strides() -> None:
         call = build(_NAMED[name])
         with FakeTensorMode() as mode:
             fake = {n: mode.from_tensor(x) for n, x in vars(call.tensors).items() if x is not None}
-            shown = quantized.attend(dataclasses.replace(call.tensors, **fake), call.options)
+            shown = ops.attend_quantized(dataclasses.replace(call.tensors, **fake), call.options)
         assert [(x.shape, x.stride(), x.dtype) for x in shown] == [
             (x.shape, x.stride(), x.dtype) for x in call.run("cpu")
         ]
@@ -206,13 +206,13 @@ def test_values_are_checked_on_a_cpu_and_on_request(monkeypatch: pytest.MonkeyPa
     call = build(_NAMED["packed"])
     asked: list[Any] = []
     on_gpu = call.problem.but(device_type="cuda")
-    plan = quantized.QUANTIZED.guarded(on_gpu, lambda t: asked.append(t) or t.q)
+    plan = ops.QUANTIZED.guarded(on_gpu, lambda t: asked.append(t) or t.q)
     for value in (0.0, -1.0, torch.inf, torch.nan):
         scale = call.tensors.k_scale.clone()
         scale[-1, 0] = value
         bad = dataclasses.replace(call.tensors, k_scale=scale)
         with pytest.raises(InvalidInputError, match="^k_scale: has .*, must be positive and finite$"):
-            quantized.attend(bad, call.options)
+            ops.attend_quantized(bad, call.options)
         asked.clear()
         for text, is_checked in (("", False), ("0", False), ("1", True)):
             monkeypatch.setenv("FLASHTILE_CHECK", text)

@@ -33,7 +33,6 @@ from flashtile.mods.block_mask import BlockMask
 from flashtile.ops import dispatch, dropout, flops, operation, plans, sharding, transforms
 from flashtile.ops import into as ops_into
 from flashtile.ops import operators as ops
-from flashtile.ops import quantized as quantized_ops  # noqa: F401  # registers its operator
 
 transforms.register()
 operation.REGISTERS += [flops.register, sharding.register, plans.hide_backends]

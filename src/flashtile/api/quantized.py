@@ -27,8 +27,7 @@ from flashtile.call.quantized_arguments import OUT_DTYPES, QuantizedOptions, Qua
 from flashtile.call.quantized_problem import problem_of
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.ops import dispatch
-from flashtile.ops import operators as regular
-from flashtile.ops import quantized as ops
+from flashtile.ops import operators as ops
 from flashtile.ops.operation import refuse_tangents
 
 
@@ -53,7 +52,7 @@ def attend(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
             dispatch.select(Problem.of(tensors, options), "backward", options.backend)
         out, lse, *_ = _StraightThrough.apply(options, *arguments.tensor_values(tensors))
     else:
-        out, lse = ops.attend(*quantized_call(given, tensors, options))
+        out, lse = ops.attend_quantized(*quantized_call(given, tensors, options))
     return (out, lse) if asked.return_lse else out
 
 
@@ -173,7 +172,9 @@ class _StraightThrough(torch.autograd.Function):
     def forward(options: Options, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         t = Tensors(*inputs)  # type: ignore[arg-type]
         record = _rounded(t, options)
-        return *ops.attend(of_record(record, t.sinks), options_of(options, record.dtype)), *restored(record, t.k)
+        return *ops.attend_quantized(of_record(record, t.sinks), options_of(options, record.dtype)), *restored(
+            record, t.k
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -187,6 +188,6 @@ class _StraightThrough(torch.autograd.Function):
         *inputs, out, lse = ctx.saved_tensors
         t = Tensors(*inputs)
         dout = torch.zeros_like(out) if dout is None else dout
-        found = regular.watched_gradients(ctx.options, t, out, lse, dout, dlse)
+        found = ops.watched_gradients(ctx.options, t, out, lse, dout, dlse)
         of = dict(zip(arguments.GRADIENTS, found, strict=True))
         return None, *(of.get(name) for name in arguments.TENSORS)

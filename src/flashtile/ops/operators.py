@@ -1,7 +1,4 @@
-"""The operators of regular calls, dense or packed, and the autograd of eager ones.
-
-One pair of operators serves every call.
-"""
+"""The operators of regular calls, dense or packed, and the autograd of eager ones; and that of quantized calls."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flashtile.call import quantized_problem
 from flashtile.call.arguments import (
     GRADIENTS,
     TENSORS,
@@ -25,6 +23,7 @@ from flashtile.call.arguments import (
 )
 from flashtile.call.backend import Given, Plan
 from flashtile.call.problem import Problem, check_values
+from flashtile.call.quantized_arguments import QuantizedOptions, QuantizedTensors
 from flashtile.core import settings
 from flashtile.core.sizes import is_dense
 from flashtile.core.states import in_one
@@ -286,3 +285,22 @@ JVP = REGULAR.define(
     flops=flops.jvp_flops,
     has_derivative=True,
 )
+
+
+def attend_quantized(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Tensor, Tensor]:
+    """A quantized call, through its operator or directly: out and lse, as in ``call.backend.QuantizedForward``."""
+    found: tuple[Tensor, Tensor]
+    if is_watched(t.q, t.k, t.v):
+        found = QUANTIZED_FORWARD.overload(*QUANTIZED.flatten(t, options))
+        return found
+    QUANTIZED.check_types(t)
+    t, call = QUANTIZED.planned(t, options)
+    found = call.run(t)
+    return found
+
+
+QUANTIZED = Operation(
+    "a quantized call", "quantized", QuantizedTensors, QuantizedOptions, quantized_problem.problem_of,
+    quantized_problem.check_values,
+)  # fmt: skip
+QUANTIZED_FORWARD = QUANTIZED.define("attention_quantized", QUANTIZED.run, QUANTIZED.fake, flops=flops.quantized_flops)
