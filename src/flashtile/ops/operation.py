@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -206,8 +205,8 @@ class Operation(Generic[T, S]):
 
     def _single(self, t: T) -> list[Tensor | None]:
         """A call's tensors, those of mods one by one, and None for what is not given and for numbers of mods."""
-        each = (x if isinstance(x, tuple) else (x,) for x in self.values(t))
-        return [x if isinstance(x, Tensor) else None for x in itertools.chain.from_iterable(each)]
+        each = [x for value in self.values(t) for x in (value if type(value) is tuple else (value,))]
+        return [x if isinstance(x, Tensor) else None for x in each]
 
     def fake(self, *args: Any) -> tuple[Tensor, Tensor]:
         """Empty out and lse of the call of these arguments."""
