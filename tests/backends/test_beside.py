@@ -15,7 +15,7 @@ from flashtile.call.backend import Backend, Capabilities, Direction, Gradients
 from flashtile.call.problem import Problem, described
 from flashtile.core.states import in_one
 from flashtile.ops import dispatch
-from flashtile.ops.plans import Family
+from flashtile.ops.plans import ShapeClass
 from tests.cases import Case, build
 
 EVERY = Grads(True, True, True, True)
@@ -82,9 +82,9 @@ def test_each_computes_its_part() -> None:
     dout, dlse = torch.randn_like(out), torch.randn_like(in_one(lse, out))
 
     def gradients(backend: Backend) -> Gradients:
-        family = Family()
-        family.backends["backward"] = backend
-        found: Gradients = family.plan("backward", call.problem, t, (dout, dlse))(t, out, lse, dout, dlse)
+        shape_class = ShapeClass()
+        shape_class.backends["backward"] = backend
+        found: Gradients = shape_class.plan("backward", call.problem, t, (dout, dlse))(t, out, lse, dout, dlse)
         return found
 
     assert len(dispatch.shares(Biasless(), call.problem, "backward")) == 2

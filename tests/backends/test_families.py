@@ -17,19 +17,19 @@ pytest.importorskip("triton.experimental.gluon")
 import flashtile
 from flashtile import InvalidInputError
 from flashtile.backends.gpu.launch import lower, specialise
-from flashtile.call.arguments import OPTIONS, TENSORS, Grads, Options, Tensors, read, tensor_values
+from flashtile.call.arguments import OPTIONS, TENSORS, Grads, Options, Plain, Tensors, read, tensor_values
 from flashtile.call.backend import FEATURES
 from flashtile.call.prepared import without_data
 from flashtile.call.problem import Problem, _Short
 from flashtile.core.masks import Band
 from flashtile.ops import dispatch, plans
 from flashtile.ops import operators as ops
-from flashtile.ops.plans import family_of
+from flashtile.ops.operation import PlannedCall
+from flashtile.ops.plans import ShapeClass, class_key
 from flashtile_lab.kernels import hopper as hopper_builds
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge
 
-PLAIN = (None, 0.0, 0.0, False, None, None, False, ())
 WITHOUT_SCORE_TENSORS = [case for case in CASES if case.mask is None and case.bias is None and not case.intervals]
 
 
@@ -47,8 +47,13 @@ def _call(case: Case) -> tuple[Tensors, Options]:
     t, lengths = call.tensors, (None, None)
     if case.lengths and case.say_longest:
         lengths = (call.problem.seqlen_q, call.problem.seqlen_k)
-    plain = (case.scale, case.softcap, case.dropout, False, None, case.chunk, False, ())
+    plain = Plain(case.scale, case.softcap, case.dropout, attention_chunk=case.chunk)
     return ops.REGULAR.readable(t), read(t, case.causal, case.window, False, plain, lengths)
+
+
+def _count(record: type) -> int:
+    """How many of these are kept."""
+    return sum(type(x) is record for x in plans.kept.values())
 
 
 def _is_short(name: str) -> bool:
@@ -58,12 +63,12 @@ def _is_short(name: str) -> bool:
 @pytest.mark.parametrize("case", WITHOUT_SCORE_TENSORS, ids=str)
 def test_a_resized_problem_is_the_one_that_would_be_made(case: Case) -> None:
     first, second = _call(case), _call(_longer(case))
-    assert family_of(*first) is not None
+    assert class_key(*first) is not None
     if case.head_dim % 8 == 0 and case.layout != "sliced":
         # Slopes with a batch are part of the family, and whether addresses and strides are on 16 bytes.
         of_one = case.alibi != "bh" and Problem.of(*first).tiny == Problem.of(*second).tiny
-        assert (family_of(*first) == family_of(*second)) == of_one
-        assert family_of(*second) == family_of(*_call(_longer(case, 2))) or case.alibi == "bh"
+        assert (class_key(*first) == class_key(*second)) == of_one
+        assert class_key(*second) == class_key(*_call(_longer(case, 2))) or case.alibi == "bh"
     like = Problem.of(*first)
     names = [name for name in vars(Problem) if _is_short(name)]
     before = [getattr(like, name) for name in names]
@@ -82,9 +87,9 @@ def test_every_option_but_the_longest_lengths_is_of_the_family() -> None:
                   attention_chunk=5, mirrored=True, listed=(16, 16), mods=("a text",))  # fmt: skip
     assert set(others) == set(OPTIONS), "a new option: is it part of the family?"
     for name, value in others.items():
-        other = dataclasses.replace(like, **{name: value})
-        assert (family_of(tensors, other) == family_of(tensors, like)) == name.startswith("max_seqlen"), name
-    assert family_of(tensors, Options()) is not None
+        other = like._replace(**{name: value})
+        assert (class_key(tensors, other) == class_key(tensors, like)) == name.startswith("max_seqlen"), name
+    assert class_key(tensors, Options()) is not None
     seen = {
         "q", "k", "v", "alibi_slopes", "attn_mask", "attn_bias", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng_state",
         "row_keys", "key_rows", "row_blocks", "row_items", "key_blocks", "key_items", "origins", "operands", "numbers",
@@ -115,8 +120,8 @@ def test_what_would_be_refused_is_of_no_valid_family(name: str) -> None:
     tensors, options = _call(case)
     seen = Counter[bool]()
     for changed in _changed(tensors):
-        family = family_of(changed, options)
-        is_same = family is not None and family == family_of(tensors, options)
+        family = class_key(changed, options)
+        is_same = family is not None and family == class_key(tensors, options)
         try:
             want = Problem.of(changed, options)
         except InvalidInputError:
@@ -130,7 +135,7 @@ def test_what_would_be_refused_is_of_no_valid_family(name: str) -> None:
 def test_masks_and_biases_have_no_family() -> None:
     for case in CASES:
         if case.mask is not None or case.bias is not None:
-            assert family_of(*_call(case)) is None
+            assert class_key(*_call(case)) is None
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -206,20 +211,19 @@ def test_many_lengths_of_one_family(case: Case, monkeypatch: pytest.MonkeyPatch)
             if "varlen" in case.name:
                 sizes = {"lengths": ((seqlen_q, seqlen_k), (7, 12), (0, n))[: n % 3 + 1], "batch": n % 3 + 1}
             judge(build(dataclasses.replace(case, **sizes), torch.bfloat16), "hopper")
-        assert len(plans.families) == 1 and len(plans.kinds) == len(LENGTHS)
+        assert _count(ShapeClass) == 1 and _count(PlannedCall) == len(LENGTHS)
     assert counts["select"] == 2 and counts["resized"] == len(LENGTHS) - 1
 
 
 def test_a_family_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other settings, options, layouts and gradients, and what is refused, between calls of one family."""
-    monkeypatch.setattr(plans, "kinds", type(plans.kinds)())
-    monkeypatch.setattr(plans, "families", type(plans.families)())
+    monkeypatch.setattr(plans, "kept", type(plans.kept)())
 
     def run(n: int, **keywords: Any) -> Tensor:
         q, k, v = (torch.randn(1, n, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
         out = flashtile.attention(q, k, v, **keywords)
         want = flashtile.reference.attention(
-            Problem.of(Tensors(q, k, v), read(Tensors(q, k, v), False, None, False, PLAIN)),
+            Problem.of(Tensors(q, k, v), read(Tensors(q, k, v), False, None, False, Plain())),
             Tensors(q, k, v),
         )[0]
         torch.testing.assert_close(out, want)
@@ -227,7 +231,7 @@ def test_a_family_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.Mon
 
     run(5)
     run(6)
-    assert len(plans.families) == 1
+    assert _count(ShapeClass) == 1
     monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")
     with pytest.raises(flashtile.UnsupportedError):
         run(7)
@@ -237,7 +241,7 @@ def test_a_family_is_not_used_for_what_it_does_not_cover(monkeypatch: pytest.Mon
     run(7)
     with torch.no_grad():
         run(8)
-    assert len(plans.families) == 3
+    assert _count(ShapeClass) == 3
     q, k = torch.randn(1, 9, 2, 8, dtype=torch.float64), torch.randn(1, 11, 2, 8, dtype=torch.float64)
     for _ in range(2):
         with pytest.raises(InvalidInputError, match="^v: "):
@@ -257,6 +261,6 @@ def test_tiny_dense_calls_are_a_family_of_their_own_and_go_past_the_wide_tiles(d
 
     def family(seqlen_q: int, seqlen_k: int) -> object:
         q, k = (torch.empty(2, n, 4, 64, dtype=torch.float16) for n in (seqlen_q, seqlen_k))
-        return family_of(Tensors(q, k, k), read(Tensors(q, k, k), False, None, False, PLAIN))
+        return class_key(Tensors(q, k, k), read(Tensors(q, k, k), False, None, False, Plain()))
 
     assert family(49, 64) == family(64, 1) != family(65, 64) == family(64, 65) == family(999, 3)

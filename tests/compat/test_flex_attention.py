@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as pytorch
 
 from flashtile import UnsupportedError
-from flashtile.api.by_reference import attention_by_reference
 from flashtile.compat.flex_attention import (
     AuxRequest,
     and_masks,
+    attention_by_reference,
     create_block_mask,
     flex_attention,
     noop_mask,

@@ -15,6 +15,7 @@ from flashtile import InvalidInputError, explain
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors, read
 from flashtile.ops import plans
 from flashtile.ops.cached import CACHED
+from flashtile.ops.operation import PlannedCall
 from tests.kvcache.cases import CASES, CacheCase, build
 
 Q, CACHE, NEW = torch.randn(2, 3, 4, 8), torch.randn(3, 16, 2, 8), torch.randn(2, 3, 2, 8)
@@ -252,13 +253,13 @@ def test_a_number_is_a_scale_for_all() -> None:
 
 
 def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = type(plans.kinds)()
-    monkeypatch.setattr(plans, "kinds", known)
+    known = type(plans.kept)()
+    monkeypatch.setattr(plans, "kept", known)
     base = dict(q=Q, k_cache=CACHE, v_cache=CACHE, cache_seqlens=LENGTHS)
 
     def count_with(**changes: Any) -> int:
         flashtile.attention_with_kvcache(**base | changes)
-        return len(known)
+        return sum(type(x) is PlannedCall for x in known.values())
 
     assert count_with() == count_with() == 1
     assert count_with(cache_seqlens=LENGTHS + 1) == 1, "values are no part of a plan"

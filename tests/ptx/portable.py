@@ -36,11 +36,11 @@ def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
         (tiles, "arch_of", lambda problem: "sm_86" if arch == "sm_89" else arch),
         (host, "interpret", run),
     ]  # fmt: skip
-    plans.kinds, plans.families = OrderedDict(), OrderedDict()
+    plans.kept = OrderedDict()
     dispatch._first.cache_clear()
     with ExitStack() as entered:
         for place, name, value in patches:
             entered.enter_context(mock.patch.object(place, name, value))
         yield
-    plans.kinds, plans.families = OrderedDict(), OrderedDict()
+    plans.kept = OrderedDict()
     dispatch._first.cache_clear()

@@ -22,7 +22,7 @@ from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_arguments import FLOAT8, QuantizedOptions, QuantizedTensors
 from flashtile.call.quantized_problem import problem_of
 from flashtile.ops import dispatch
-from flashtile.ops import quantized as ops
+from flashtile.ops import operators as ops
 from tests.poison import poisoned_memory
 
 BLOCK, ORDER = 128, (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
@@ -128,12 +128,7 @@ class QuantizedCall:
 
     def run(self, backend: str) -> tuple[Tensor, Tensor]:
         """out and lse of the operator."""
-        return ops.attend(self.tensors, QuantizedOptions(**vars_of(self.options) | {"backend": backend}))
-
-
-def vars_of(options: QuantizedOptions) -> dict[str, Any]:
-    """The options by name."""
-    return {name: value for name, value in vars(options).items() if not name.startswith("_")}
+        return ops.attend_quantized(self.tensors, self.options._replace(backend=backend))
 
 
 def build(case: QuantizedCase, device: str = "cpu", seed: int = 0) -> QuantizedCall:

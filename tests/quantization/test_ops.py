@@ -14,12 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import flashtile
 from flashtile import InvalidInputError, Quantized
 from flashtile.api.keywords import Asked
+from flashtile.call.arguments import Plain
 from flashtile.call.backend import Build, Direction
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_arguments import FLOAT8, TENSORS, tensor_values
 from flashtile.compat import flash_attn_3 as fa3
 from flashtile.ops import dispatch, plans
-from flashtile.ops import quantized as quantized
+from flashtile.ops import operators as ops
+from flashtile.ops.operation import PlannedCall
 from tests.quantization.cases import CASES, QuantizedCall, build
 
 _NAMED = {case.name: case for case in CASES}
@@ -58,7 +60,7 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "allclose", same)
     torch.library.opcheck(
-        torch.ops.flashtile.attention_quantized.default, quantized.QUANTIZED.flatten(call.tensors, call.options)
+        torch.ops.flashtile.attention_quantized.default, ops.QUANTIZED.flatten(call.tensors, call.options)
     )
 
 
@@ -67,7 +69,7 @@ def test_fake_tensors_have_the_real_shapes_and_strides() -> None:
         call = build(_NAMED[name])
         with FakeTensorMode() as mode:
             fake = {n: mode.from_tensor(x) for n, x in vars(call.tensors).items() if x is not None}
-            shown = quantized.attend(dataclasses.replace(call.tensors, **fake), call.options)
+            shown = ops.attend_quantized(dataclasses.replace(call.tensors, **fake), call.options)
         assert [(x.shape, x.stride(), x.dtype) for x in shown] == [
             (x.shape, x.stride(), x.dtype) for x in call.run("cpu")
         ]
@@ -163,8 +165,8 @@ def test_the_profiler_and_the_flop_counter_know_the_operator() -> None:
 
 
 def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = type(plans.kinds)()
-    monkeypatch.setattr(plans, "kinds", known)
+    known = type(plans.kept)()
+    monkeypatch.setattr(plans, "kept", known)
     q, k, v = inputs()
     base = flashtile.quantize(q, k, v)
     count = 0
@@ -179,7 +181,7 @@ def test_plans_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPat
             count -= record.dtype == base.dtype and record is not base  # other values alone
         for _ in range(2):
             flashtile.attention(record, **keywords)
-            assert sum(key[0] != "quantize" for key in known) == count, keywords
+            assert sum(type(x) is PlannedCall for x in known.values()) == count, keywords
     monkeypatch.setenv("FLASHTILE_BACKEND", "hopper")
     with pytest.raises(flashtile.UnsupportedError, match="hopper"):
         flashtile.attention(base)
@@ -204,13 +206,13 @@ def test_values_are_checked_on_a_cpu_and_on_request(monkeypatch: pytest.MonkeyPa
     call = build(_NAMED["packed"])
     asked: list[Any] = []
     on_gpu = call.problem.but(device_type="cuda")
-    plan = quantized.QUANTIZED.guarded(on_gpu, lambda t: asked.append(t) or t.q)
+    plan = ops.QUANTIZED.guarded(on_gpu, lambda t: asked.append(t) or t.q)
     for value in (0.0, -1.0, torch.inf, torch.nan):
         scale = call.tensors.k_scale.clone()
         scale[-1, 0] = value
         bad = dataclasses.replace(call.tensors, k_scale=scale)
         with pytest.raises(InvalidInputError, match="^k_scale: has .*, must be positive and finite$"):
-            quantized.attend(bad, call.options)
+            ops.attend_quantized(bad, call.options)
         asked.clear()
         for text, is_checked in (("", False), ("0", False), ("1", True)):
             monkeypatch.setenv("FLASHTILE_CHECK", text)
@@ -261,13 +263,10 @@ def test_warm_up_builds_the_kernels_that_round(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(build, "builds", lambda launches: [Build(name, lambda: None) for name in launches])
     given = Tensors(*(x.to("meta") for x in inputs()))
-    asked, device = (
-        Asked("fp8", True, None, False, (None, 0.0, 0.0, False, None, None, False, ())),
-        torch.device("cuda"),
-    )
+    asked, device = Asked("fp8", True), torch.device("cuda")
     names = [build.name for build in api.rounding_builds(given, asked, device)]
     assert {"quantize_q", "quantize_k", "quantize_v", "mean_of_keys"} <= set(names)
-    capped = asked._replace(plain=(None, 9.0, 0.0, False, None, None, False, ()))
+    capped = asked._replace(plain=Plain(softcap=9.0))
     assert "mean_of_keys" not in [build.name for build in api.rounding_builds(given, capped, device)]
     assert api.rounding_builds(given, asked, torch.device("cpu")) == []
     record = dataclasses.replace(given, q=flashtile.quantize(*inputs()), k=None, v=None)

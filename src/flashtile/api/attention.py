@@ -18,13 +18,12 @@ from flashtile.api.keywords import (
     Keywords,
     PackedKeywords,
     masked_by,
+    options_of,
     refuse_functions,
     refused,
-    shift_of,
-    with_functions,
 )
-from flashtile.call import autocast
-from flashtile.call.arguments import Grads, Options, Tensors, check_tensor, is_dtensor, read, refuse_mixed
+from flashtile.call.arguments import Grads, Options, Plain, Tensors, check_tensor, is_dtensor, read, refuse_mixed
+from flashtile.call.prepared import autocast, autocast_is_on
 from flashtile.call.quantized import Quantized
 from flashtile.core import states
 from flashtile.core.errors import InvalidInputError
@@ -34,7 +33,6 @@ from flashtile.mods.block_mask import BlockMask
 from flashtile.ops import dispatch, dropout, flops, operation, plans, sharding, transforms
 from flashtile.ops import into as ops_into
 from flashtile.ops import operators as ops
-from flashtile.ops import quantized as quantized_ops  # noqa: F401  # registers its operator
 
 transforms.register()
 operation.REGISTERS += [flops.register, sharding.register, plans.hide_backends]
@@ -128,7 +126,7 @@ def attention(
     if _more or _unknown:
         raise refused("attention", _more, _unknown)
     alone = Tensors(q, k, v)  # type: ignore[arg-type]
-    if not operation.is_watched(alone.q, alone.k, alone.v) and not autocast.is_on():
+    if not operation.is_watched(alone.q, alone.k, alone.v) and not autocast_is_on():
         # Most calls have the keywords of the one before. Compared by identity, since True == 1, but for the scale: each
         # layer of a model has its own number.
         options, causal_, window_, scale_, softcap_, dropout_, deterministic_, backend_, chunk_ = _last
@@ -150,16 +148,17 @@ def attention(
     if block_mask is not None:
         masked, mirrored, listed, mask_mod = masked_by(block_mask, mask_mod, q, k)
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, **masked)  # type: ignore[arg-type]
-    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored, listed)
+    plain = Plain(softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored, listed)
     if not (precision is None and score_mod is None and mask_mod is None) or isinstance(q, Quantized):
-        return _less_common(tensors, Asked(precision, causal, window_size, return_lse, plain), score_mod, mask_mod)
+        others = False, (None, None), (score_mod, mask_mod)
+        return _less_common(tensors, Asked(precision, causal, window_size, return_lse, plain, *others))
     options = read(tensors, causal, window_size, return_lse, plain)
-    if not torch.compiler.is_compiling() and not options.dropout_p and type(window_size) in (tuple, type(None)):
+    if not options.dropout_p and (window_size is None or type(window_size) is tuple) and not _is_compiling():
         _last = options, causal, window_size, *plain[:-2]
     return _run(tensors, options, return_lse)
 
 
-_NO_GRADS = Grads()
+_NO_GRADS, _is_compiling = Grads(), torch.compiler.is_compiling
 # Of ``keywords.Masked`` what a call without block_mask has.
 _NOT_MASKED: tuple[dict[str, Tensor | None], bool, tuple[int, ...]] = ({}, False, ())
 # The options of a call without dropout, and the keywords that they were read from.
@@ -248,35 +247,27 @@ def attention_varlen(
     tensors = Tensors(
         q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k, **masked  # type: ignore[arg-type]
     )  # fmt: skip
-    plain = (softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored, listed)
+    plain = Plain(softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored, listed)
     longest = (max_seqlen_q, max_seqlen_k)
     is_quantized = isinstance(q, Quantized)
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens is None and not is_quantized:
             raise InvalidInputError(name, "is None, must be an int32 tensor of shape (batch + 1,)")
     if not (precision is None and score_mod is None and mask_mod is None) or is_quantized:
-        asked = Asked(precision, causal, window_size, return_lse, plain, True, longest)
-        return _less_common(tensors, asked, score_mod, mask_mod, out)
+        asked = Asked(precision, causal, window_size, return_lse, plain, True, longest, (score_mod, mask_mod))
+        return _less_common(tensors, asked, out)
     return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse, out)
 
 
-def _less_common(
-    tensors: Tensors,
-    asked: Asked,
-    score_mod: Callable[..., Any] | None,
-    mask_mod: Callable[..., Any] | None,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+def _less_common(tensors: Tensors, asked: Asked, out: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """A call in 8 bits, or with functions of the user's."""
     if asked.precision is not None or isinstance(tensors.q, Quantized):
         if out is not None:
             raise InvalidInputError("out", "is given, but calls in 8 bits make their own")
-        refuse_functions(score_mod, mask_mod)
+        refuse_functions(*asked.functions)
         found: Tensor | tuple[Tensor, Tensor] = quantized_calls().attend(tensors, asked)
         return found
-    functions = with_functions(tensors, score_mod, mask_mod, asked.plain[1])
-    options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, asked.lengths)
-    return _run(tensors, functions.options(options, shift_of(tensors) or 0), asked.return_lse, out)
+    return _run(tensors, options_of(tensors, asked), asked.return_lse, out)
 
 
 def quantized_calls() -> Any:
@@ -289,8 +280,8 @@ def quantized_calls() -> Any:
 def _run(
     tensors: Tensors, options: Options, return_lse: bool, into: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    if autocast.is_on():
-        tensors = autocast.cast(tensors, tensors.q.device.type)
+    if autocast_is_on():
+        tensors = autocast(tensors, tensors.q.device.type)
     if options.dropout_p > 0:
         sharding.refuse_dropout(tensors.q)
         tensors = dataclasses.replace(tensors, rng_state=dropout.drawn(tensors.q))

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from flashtile.api.keywords import CacheKeywords, intervals_of, refused, with_functions
-from flashtile.call import arguments, autocast, latent
+from flashtile.call import arguments, latent
 from flashtile.call.arguments import check_tensor
 from flashtile.call.cached_arguments import CacheTensors, read, tree_words
 from flashtile.call.cached_problem import check_apart, check_length, problem_of
+from flashtile.call.prepared import autocast, autocast_is_on
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.core.states import in_one
 from flashtile.masks import Intervals
@@ -194,9 +195,9 @@ def completed(t: CacheTensors) -> CacheTensors:
         t = latent.of_eight_bit_rows(t)
     elif not isinstance(t.q, Tensor):
         t = latent.split_queries(t, t.q)
-    if autocast.is_on():
+    if autocast_is_on():
         check_tensor("q", t.q)
-        t = autocast.cast(t, t.q.device.type)
+        t = autocast(t, t.q.device.type)
     if t.k is not None and t.cu_seqlens_k_new is None:
         t.cu_seqlens_k_new = t.cu_seqlens_q
     if t.k is not None and isinstance(t.k_cache, Tensor) and isinstance(t.v_cache, Tensor):

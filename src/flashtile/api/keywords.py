@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from flashtile.call.arguments import TENSORS, Tensors
+from flashtile.call.arguments import TENSORS, Options, Plain, Tensors, read
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.core.sizes import holds, number
@@ -125,20 +125,24 @@ class Asked(NamedTuple):
         causal: See ``attention``, like the next two.
         window_size: See there.
         return_lse: See there.
-        plain: As for ``arguments.read``.
+        plain: What most calls have.
         packed: Whether the function takes packed sequences; None if either.
         lengths: max_seqlen_q and max_seqlen_k.
         functions: score_mod and mask_mod.
     """
 
-    precision: Any
-    causal: Any
-    window_size: Any
-    return_lse: Any
-    plain: tuple[object, ...]
-    packed: bool | None = False
+    precision: Any = None
+    causal: Any = False
+    window_size: Any = None
+    return_lse: Any = False
+    plain: Plain = Plain()
+    packed: bool | None = None
     lengths: tuple[Any, Any] = (None, None)
     functions: tuple[Any, Any] = (None, None)
+
+    def read(self, t: Tensors, lengths: tuple[Any, Any] | None = None) -> Options:
+        """The options of a call of these tensors, without functions; see ``arguments.read``."""
+        return read(t, self.causal, self.window_size, self.return_lse, self.plain, lengths or self.lengths)
 
 
 class Masked(NamedTuple):
@@ -228,18 +232,19 @@ def asked_of(
     if cached.keys() == {"out"}:  # packed calls have it too
         cached = {}
     causal, lengths = given.get("causal"), (given.get("max_seqlen_q"), given.get("max_seqlen_k"))
-    plain = tuple(given.get(name, usual) for name, usual in _PLAIN.items())
+    plain = Plain(**{name: given[name] for name in Plain._fields if name in given})
     return tensors, Asked(
         given.get("precision"), bool(cached) if causal is None else causal, given.get("window_size"),
         given.get("return_lse", False), plain, None, lengths, (given.get("score_mod"), given.get("mask_mod")),
     ), cached  # fmt: skip
 
 
-# What ``arguments.read`` takes as a tuple, with the defaults of the public functions.
-_PLAIN = {
-    "softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "backend": None,
-    "attention_chunk": None, "mirrored": False, "listed": (),
-}  # fmt: skip
+def options_of(t: Tensors, asked: Asked) -> Options:
+    """A call's options; tensors get what its functions read."""
+    if asked.functions == (None, None):
+        return asked.read(t)
+    functions = with_functions(t, *asked.functions, asked.plain.softcap)
+    return functions.options(asked.read(t), shift_of(t) or 0)
 
 
 def with_functions(

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from flashtile.api.attention import quantized_calls
 from flashtile.api.cached import causality, completed
-from flashtile.api.keywords import AnyCall, Asked, asked_of, refuse_functions, shift_of, with_functions
-from flashtile.call import autocast, cached_arguments, cached_problem, latent
-from flashtile.call.arguments import Options, Tensors, flag, read
+from flashtile.api.keywords import AnyCall, Asked, asked_of, options_of, refuse_functions, with_functions
+from flashtile.call import cached_arguments, cached_problem, latent
+from flashtile.call.arguments import Tensors, flag
 from flashtile.call.backend import Build, Direction, directions_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
+from flashtile.call.gpus import gpu_of
+from flashtile.call.prepared import autocast, wanting, without_data
 from flashtile.call.problem import AHEAD, Problem, check_values, compute_capability, gpu_name
 from flashtile.call.quantized import Quantized
 from flashtile.core.errors import InvalidInputError, shown
@@ -59,7 +61,7 @@ def explain(
         place = q.q.device if isinstance(q, Quantized) else q.device
         return _explained(backend, place, calls, lambda: quantized_calls().rounding_builds(tensors, asked, place))
     options = options_of(tensors, asked)
-    given = autocast.cast(tensors, q.device.type)
+    given = autocast(tensors, q.device.type)
     problem = Problem.of(given, options)
     if problem.varlen and problem.device_type == "cpu":
         check_values(problem, tensors)
@@ -79,7 +81,6 @@ def _explained(
     if device.type != "cuda":
         return "\n".join(dispatch.explain(problem, backend, only) for problem, _, only in calls)
     from flashtile.backends.gpu.build import used  # what few programs need is not loaded by all
-    from flashtile.call.prepared import without_data
 
     with torch.cuda.device(device):
         said = ["rounding to 8 bits:", *map(dispatch.line_of, made)] if (made := rounding()) else []
@@ -90,38 +91,32 @@ def _explained(
     return "\n".join(filter(None, (*said, used())))
 
 
-def options_of(tensors: Tensors, asked: Asked) -> Options:
-    """A call's options; tensors get what its functions read."""
-    if any(each is not None for each in asked.functions):
-        functions = with_functions(tensors, *asked.functions, asked.plain[1])
-        options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, asked.lengths)
-        return functions.options(options, shift_of(tensors) or 0)
-    return read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, asked.lengths)
-
-
 def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions]:
     """The records of a call over a cache, from the arguments that all calls have and those that it alone has."""
-    precision, causal, window_size, return_lse, plain, _, lengths, functions = asked
-    softmax_scale, softcap, dropout_p, deterministic, backend, chunk, mirrored, _ = plain
-    others = {
+    plain, functions = asked.plain, asked.functions
+    foreign = {
         "attn_mask": t.attn_mask, "attn_bias": t.attn_bias,
         "block_mask": t.row_blocks, "cu_seqlens_k": t.cu_seqlens_k,
-        "dropout_p": dropout_p or None, "deterministic": deterministic or None, "precision": precision,
+        "dropout_p": plain.dropout_p or None, "deterministic": plain.deterministic or None,
+        "precision": asked.precision,
     }  # fmt: skip
-    for name, value in others.items():
+    for name, value in foreign.items():
         if value is not None:
             raise InvalidInputError(name, "is given, but a call over a cache has none")
     for name in ("k_cache", "v_cache", "cache_seqlens"):
         if cached.get(name) is None:
             raise InvalidInputError(name, f"is None, but {next(iter(cached))} is given")
-    alike = *lengths, softmax_scale, softcap, cached.get("rotary_interleaved", False), backend, chunk, mirrored
-    of_all, of_each = causality(causal)
-    options = cached_arguments.read(of_all, window_size, return_lse, alike)
+    others = (
+        *asked.lengths, plain.softmax_scale, plain.softcap, cached.get("rotary_interleaved", False), plain.backend,
+        plain.attention_chunk, plain.mirrored,
+    )  # fmt: skip
+    of_all, of_each = causality(asked.causal)
+    options = cached_arguments.read(of_all, asked.window_size, asked.return_lse, others)
     given: dict[str, Any] = {name: cached.get(name, getattr(t, name, None)) for name in cached_arguments.TENSORS}
     given["causal"] = of_each
     made = CacheTensors(**given)
     if any(each is not None for each in functions):
-        options = with_functions(made, *functions, softcap).options(options, 0)
+        options = with_functions(made, *functions, plain.softcap).options(options, 0)
     return latent.split(completed(made)), options
 
 
@@ -180,8 +175,6 @@ def warm_up(
         with ahead.into(into):
             return warm_up(q, k, v, device=device, backward=backward, gpu=gpu or f"sm_{major}{minor}", **keywords)
     if gpu is not None:
-        from flashtile.call.gpus import gpu_of
-
         if _device(device) != torch.device("cuda"):
             raise InvalidInputError("gpu", f"is given, but goes with device='cuda' alone, which is {shown(device)}")
         token = AHEAD.set(gpu_of(gpu))
@@ -193,8 +186,6 @@ def warm_up(
 
 
 def _warm_up(given: _Given, device: torch.device | str, backward: bool, keywords: AnyCall) -> list[BuildTime]:
-    from flashtile.call.prepared import wanting, without_data  # what few programs need is not loaded by all
-
     q, gpu = given[0], AHEAD.get()
     tensors, asked, cached = asked_of("warm_up", given, keywords)
     place, backward = _device(device), flag("backward", backward)
@@ -212,7 +203,7 @@ def _warm_up(given: _Given, device: torch.device | str, backward: bool, keywords
         calls = quantized_calls().calls(tensors, asked, place, backward)
     else:
         options = wanting(tensors, options_of(tensors, asked), backward)
-        shapes = autocast.cast(without_data(tensors), place.type)
+        shapes = autocast(without_data(tensors), place.type)
         problem = Problem.of(shapes, options).but(**where, gpu=gpu_name(place) if gpu is None else "")
         shapes = _with_state(shapes, problem)
         calls = [(problem, shapes, direction) for direction in directions_of(problem)]

@@ -89,20 +89,19 @@ def quantize(
             return quantized(given, choices, lengths)
     try:
         key = "quantize", choices, lengths, *[None if x is None else plans.layout(x) for x in _values_of(given)]
-        found: _Kind | None = plans.kinds.get(key)
+        found: _Planned | None = plans.kept.get(key)
     except (AttributeError, RuntimeError, TypeError):
         _problem(given, choices, lengths)  # names what is no tensor, or has no strides, or what has no hash
         raise
     if found is None:
-        found = _Kind(given, choices, lengths)
-        plans.keep(key, found)
+        found = plans.keep(key, _Planned(given, choices, lengths))
     return found(given, lengths)
 
 
 Lengths = tuple[int | None, int | None]
 
 
-class _Kind:
+class _Planned:
     """Calls with the same layouts and choices, which have been checked."""
 
     __slots__ = ("_checks", "_choices", "_plan", "_problem")

@@ -17,18 +17,17 @@ from torch.autograd import forward_ad
 from flashtile.api.keywords import Asked
 from flashtile.api.quantize import quantize
 from flashtile.backends.cpu.rounding import restored
-from flashtile.call import arguments, autocast
+from flashtile.call import arguments
 from flashtile.call.arguments import Options, Tensors
 from flashtile.call.backend import Build, Direction
-from flashtile.call.prepared import wanting, without_data
+from flashtile.call.prepared import autocast, autocast_is_on, wanting, without_data
 from flashtile.call.problem import Problem, compute_capability
 from flashtile.call.quantized import Quantized
 from flashtile.call.quantized_arguments import OUT_DTYPES, QuantizedOptions, QuantizedTensors, options_of
 from flashtile.call.quantized_problem import problem_of
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.ops import dispatch
-from flashtile.ops import operators as regular
-from flashtile.ops import quantized as ops
+from flashtile.ops import operators as ops
 from flashtile.ops.operation import refuse_tangents
 
 
@@ -53,7 +52,7 @@ def attend(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
             dispatch.select(Problem.of(tensors, options), "backward", options.backend)
         out, lse, *_ = _StraightThrough.apply(options, *arguments.tensor_values(tensors))
     else:
-        out, lse = ops.attend(*quantized_call(given, tensors, options))
+        out, lse = ops.attend_quantized(*quantized_call(given, tensors, options))
     return (out, lse) if asked.return_lse else out
 
 
@@ -64,7 +63,7 @@ def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
     tensors, lengths = given, asked.lengths
     if isinstance(given.q, Quantized):
         tensors, lengths = _of_record(given, asked)
-    options = arguments.read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain, lengths)
+    options = asked.read(tensors, lengths)
     for name in ("alibi_slopes", "attn_mask", "attn_bias"):
         if getattr(given, name) is not None:
             raise InvalidInputError(name, "is given, but does not go with 8 bits")
@@ -77,8 +76,8 @@ def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
     if tensors is given:
         if forward_ad._current_level >= 0:
             refuse_tangents(arguments.TENSORS, arguments.tensor_values(tensors), "a call in 8 bits")
-        if autocast.is_on():
-            tensors = autocast.cast(tensors, tensors.q.device.type)
+        if autocast_is_on():
+            tensors = autocast(tensors, tensors.q.device.type)
         if tensors.q.dtype not in OUT_DTYPES:
             raise InvalidInputError("q", f"dtype is {tensors.q.dtype}, must be bfloat16 or float16 for precision='fp8'")
     return tensors, options
@@ -173,7 +172,9 @@ class _StraightThrough(torch.autograd.Function):
     def forward(options: Options, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         t = Tensors(*inputs)  # type: ignore[arg-type]
         record = _rounded(t, options)
-        return *ops.attend(of_record(record, t.sinks), options_of(options, record.dtype)), *restored(record, t.k)
+        return *ops.attend_quantized(of_record(record, t.sinks), options_of(options, record.dtype)), *restored(
+            record, t.k
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -187,6 +188,6 @@ class _StraightThrough(torch.autograd.Function):
         *inputs, out, lse = ctx.saved_tensors
         t = Tensors(*inputs)
         dout = torch.zeros_like(out) if dout is None else dout
-        found = regular.watched_gradients(ctx.options, t, out, lse, dout, dlse)
+        found = ops.watched_gradients(ctx.options, t, out, lse, dout, dlse)
         of = dict(zip(arguments.GRADIENTS, found, strict=True))
         return None, *(of.get(name) for name in arguments.TENSORS)

@@ -10,20 +10,16 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
-from flashtile.call import values
-from flashtile.call.values import finite as finite
-from flashtile.call.values import flag as flag
-from flashtile.call.values import integer as integer
-from flashtile.call.values import probability as probability
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.core.masks import Band
 from flashtile.core.settings import BACKENDS as BACKENDS
+from flashtile.core.sizes import holds
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -33,6 +29,81 @@ _FLOAT = (DTYPES, "float16, bfloat16, float32 or float64")
 FLOAT8 = torch.float8_e4m3fn
 FLOAT32, INT32 = ((torch.float32,), "float32"), ((torch.int32,), "int32")
 _BOOL, _INT64 = ((torch.bool,), "bool; attn_bias takes floats"), ((torch.int64,), "int64")
+
+# Kernels get numbers as float32, here without those of fewer digits, and lengths as int32.
+_SMALLEST, _GREATEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_LONGEST = torch.iinfo(torch.int32).max
+
+
+def finite(name: str, value: Any) -> float:
+    """Checks a number and returns it as a float; raises InvalidInputError."""
+    # Comparisons instead of math.isfinite, which torch.compile cannot trace on a symbolic number. NaN fails them.
+    is_number = isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+    if not is_number or not -_GREATEST <= value <= _GREATEST:
+        raise InvalidInputError(name, f"is {shown(value)}, must be a finite number in float32's range")
+    return float(value)
+
+
+def _scale(name: str, value: object) -> float | None:
+    """Checks softmax_scale."""
+    return None if value is None else finite(name, value)
+
+
+def _softcap(name: str, value: object) -> float:
+    """Checks the softcap; 0 for none."""
+    cap = 0.0 if value is None else finite(name, value)
+    if cap != 0 and cap < _SMALLEST:
+        raise InvalidInputError(
+            name, f"is {shown(value)}, must be 0 or None (none) or positive, and not below {_SMALLEST:.1g}"
+        )
+    return cap
+
+
+def probability(name: str, value: object) -> float:
+    """Checks the probability of dropping and returns it as a float; raises InvalidInputError."""
+    share = finite(name, value)
+    if not 0 <= share < 1:
+        raise InvalidInputError(name, f"is {shown(value)}, must be at least 0 and less than 1")
+    return share
+
+
+def flag(name: str, value: object) -> bool:
+    """Checks a bool and returns it; raises InvalidInputError."""
+    if not isinstance(value, bool):
+        raise InvalidInputError(name, f"is {shown(value)}, must be a Python bool, True or False")
+    return value
+
+
+def _length(name: str, value: Any) -> Any:
+    """Checks a longest length."""
+    if value is None or isinstance(value, torch.SymInt):
+        return value
+    return integer(name, value, 0, " or None")
+
+
+def integer(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
+    """Checks a number of things and returns it as an int.
+
+    Raises:
+        InvalidInputError: If it is no integer, less than ``least``, or more than an int32 holds.
+    """
+    found = int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else -1
+    if holds(found < least) or holds(found > _LONGEST):
+        most = ", at most 2**31 - 1" if holds(found > _LONGEST) else ""
+        raise InvalidInputError(name, f"is {shown(value)}, must be an integer >= {least}{otherwise}{most}")
+    return found
+
+
+def _chunk(name: str, value: Any) -> int | None:
+    """Checks attention_chunk; None for none."""
+    return None if value is None or (value == 0 and value is not False) else integer(name, value, 1, ", or 0 or None")
+
+
+def _backend(name: str, value: object) -> str:
+    """Checks the name of a backend; empty for none."""
+    if value is not None and not (isinstance(value, str) and value in BACKENDS):
+        raise InvalidInputError(name, f"is {shown(value)}, must be one of {', '.join(BACKENDS)}, or None to choose")
+    return value or ""
 
 
 @dataclass(frozen=True)
@@ -139,54 +210,46 @@ def grads_of(name: str, value: Sequence[Any]) -> Grads:
     return Grads(q, k, v, bias, sinks, operands if any(operands) else ())
 
 
-class HashKept:
-    """Options of a kind of call, a frozen dataclass, whose ``__hash__`` is ``kept_hash``."""
-
-    @property
-    def band(self) -> Band:
-        """The bounds of windows, of causality and of chunks, which not every kind of call has."""
-        left, right = self.window_left, self.window_right  # type: ignore[attr-defined]
-        return Band(left, right, getattr(self, "attention_chunk", None))
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))  # type: ignore[arg-type]
-
-    def kept_hash(self) -> int:
-        """The hash, computed once."""
-        return self._hash
-
-
-@dataclass(frozen=True)
-class Options(HashKept):
-    """The non-tensor arguments of one call, checked; hashable, with the hash cached."""
+class Options(NamedTuple):
+    """The non-tensor arguments of one call, checked."""
 
     window_left: Annotated[int | None, Argument("Left bound of the Band.")] = None
     window_right: Annotated[int | None, Argument("Right bound of the Band.")] = None
     max_seqlen_q: Annotated[
-        int | None, Argument("Longest packed queries, if known.", schema="SymInt?", check=values.length)
+        int | None, Argument("Longest packed queries, if known.", schema="SymInt?", check=_length)
     ] = None
-    max_seqlen_k: Annotated[
-        int | None, Argument("Longest packed keys, if known.", schema="SymInt?", check=values.length)
-    ] = None
-    grads: Annotated[Grads, Argument("Wanted gradients.", check=grads_of, schema="bool[]")] = Grads()  # noqa: RUF009
-    softmax_scale: Annotated[float | None, Argument("None is head_dim ** -0.5.", check=values.scale)] = None
-    softcap: Annotated[float, Argument("Cap of the scores, 0 for none.", check=values.softcap)] = 0.0
+    max_seqlen_k: Annotated[int | None, Argument("Longest packed keys, if known.", schema="SymInt?", check=_length)] = (
+        None
+    )
+    grads: Annotated[Grads, Argument("Wanted gradients.", check=grads_of, schema="bool[]")] = Grads()
+    softmax_scale: Annotated[float | None, Argument("None is head_dim ** -0.5.", check=_scale)] = None
+    softcap: Annotated[float, Argument("Cap of the scores, 0 for none.", check=_softcap)] = 0.0
     dropout_p: Annotated[float, Argument("Probability of dropping.", check=probability)] = 0.0
     deterministic: Annotated[bool, Argument("Bitwise repeatable backward.", check=flag)] = False
-    backend: Annotated[str, Argument("Explicit choice, empty for none.", check=values.backend)] = ""
-    attention_chunk: Annotated[int | None, Argument("Keys of a chunk of the Band.", check=values.chunk)] = None
+    backend: Annotated[str, Argument("Explicit choice, empty for none.", check=_backend)] = ""
+    attention_chunk: Annotated[int | None, Argument("Keys of a chunk of the Band.", check=_chunk)] = None
     mirrored: Annotated[bool, Argument("Whether row_keys and key_rows are one mask.", check=flag)] = False
     listed: Annotated[tuple[int, ...], Argument("Rows and keys of a listed block; bits.", schema="int[]?")] = ()
     # Not a keyword: what score_mod and mask_mod become.
     mods: Annotated[tuple[str, ...], Argument("Texts of mods.", schema="str[]?")] = ()
 
-    @functools.cached_property
-    def kinds(self) -> dict[Any, Any]:
-        """What ``ops`` knows of calls with these options."""
-        return {}
+    @property
+    def band(self) -> Band:
+        """The bounds of windows, of causality and of chunks."""
+        return Band(self.window_left, self.window_right, self.attention_chunk)
 
-    __hash__ = HashKept.kept_hash
+
+class Plain(NamedTuple):
+    """The fields of ``Options`` from softmax_scale on, but for ``mods``, as a caller gave them."""
+
+    softmax_scale: Any = None
+    softcap: Any = 0.0
+    dropout_p: Any = 0.0
+    deterministic: Any = False
+    backend: Any = None
+    attention_chunk: Any = None
+    mirrored: bool = False
+    listed: tuple[int, ...] = ()
 
 
 def table(record: type) -> dict[str, Argument]:
@@ -218,7 +281,7 @@ def fields_of(names: Iterable[str]) -> Callable[[Any], tuple[Any, ...]]:
     return made
 
 
-tensor_values, option_values, differentiable = fields_of(TENSORS), fields_of(OPTIONS), fields_of(GRADIENTS)
+tensor_values, differentiable = fields_of(TENSORS), fields_of(GRADIENTS)
 _OTHERS = list(TENSORS)[3:]
 _plain = fields_of(n for n, row in TENSORS.items() if row.gradient is None and "[]" not in row.schema)
 other_tensors, single_tensors = fields_of(_OTHERS[:-2]), fields_of(list(TENSORS)[:-2])
@@ -240,18 +303,18 @@ def read(
     causal: bool,
     window_size: Sequence[int | None] | None,
     return_lse: bool,
-    plain: tuple[object, ...],
+    plain: Plain,
     lengths: tuple[object, object] = (None, None),
 ) -> Options:
     """Makes the options of a call from its keywords, and checks which tensors need gradients.
 
-    ``plain`` holds the fields of ``Options`` from softmax_scale on, in that order: a tuple, since names would cost
-    another 1 us per call. The same arguments give the same object, unless one is unhashable.
+    The same arguments give the same object, unless one is unhashable.
 
     Raises:
         InvalidInputError: Naming the argument that is wrong.
     """
-    return _options(causal, window_size, return_lse, (*lengths, _grads(tensors), *plain))
+    # Tuples are added faster than a NamedTuple is unpacked.
+    return _options(causal, window_size, return_lse, (*lengths, _grads(tensors)) + plain)  # noqa: RUF005
 
 
 def reader(options: type[S]) -> Callable[[Any, Any, Any, tuple[object, ...]], S]:
@@ -272,7 +335,7 @@ def reader(options: type[S]) -> Callable[[Any, Any, Any, tuple[object, ...]], S]
 
     def read(causal: Any, window_size: Any, return_lse: Any, plain: tuple[object, ...]) -> S:
         left, right = (None, None) if window_size is None else window_bounds(window_size)
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return make(causal, return_lse, left, right, *plain)
         try:
             return made(causal, return_lse, left, right, *plain)
@@ -282,7 +345,7 @@ def reader(options: type[S]) -> Callable[[Any, Any, Any, tuple[object, ...]], S]
     return read
 
 
-_options = reader(Options)
+_is_compiling, _options = torch.compiler.is_compiling, reader(Options)
 
 
 def _grads(t: Tensors) -> tuple[Any, ...]:
@@ -393,5 +456,5 @@ def window_bounds(window_size: Sequence[int | None] | None) -> tuple[int | None,
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, numbers.Integral) or bound < -1):
             raise InvalidInputError("window_size", f"has {shown(bound)}, {must}")
     # No sequence is longer than an int32 counts.
-    left, right = (None if bound is None or not 0 <= bound <= values.LONGEST else int(bound) for bound in window_size)
+    left, right = (None if bound is None or not 0 <= bound <= _LONGEST else int(bound) for bound in window_size)
     return left, right

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from flashtile.call.arguments import Argument, check_tensor, given
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.core.sizes import holds, is_dense
+
+if TYPE_CHECKING:
+    from flashtile.mods.record import ModKey
 
 
 def checked_kinds(record: Any, rows: Mapping[str, Argument]) -> dict[str, tuple[Argument, Tensor]]:
@@ -233,3 +236,55 @@ def is_aligned(tensor: Tensor) -> bool:
         return True  # The strides are multiples of that size.
     strides = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
     return not any(holds(s % unit != 0) and holds(n > 1) for s, n in strides)
+
+
+_OPERAND_DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+def mod_keys(t: Any, mods: Sequence[str]) -> dict[str, ModKey]:
+    """The ``ModKey`` of each mod of a call by "score" or "mask"; checks what they read.
+
+    Raises:
+        InvalidInputError: A text is no graph, or the operands are not what it reads.
+    """
+    if not mods and t.operands is None:
+        return {}
+    from flashtile.mods.graph import GraphError, kind_of, parse  # what few programs need is not loaded by all
+    from flashtile.mods.record import ModKey, Operand
+
+    operands, numbers = t.operands or (), t.numbers or ()
+    try:
+        graphs = [parse(text) for text in mods]
+    except GraphError as error:
+        raise InvalidInputError("mods", str(error)) from error
+    for name, given_, wanted in (
+        ("operands", len(operands), sum(len(g.operands) for g in graphs)),
+        ("numbers", len(numbers), sum(len(g.numbers) for g in graphs)),
+    ):
+        if given_ != wanted:
+            raise InvalidInputError(name, f"has {given_}, but the mods read {wanted}")
+    if [g.what for g in graphs] not in (["score"], ["mask"], ["score", "mask"]):
+        raise InvalidInputError("mods", "must be a score mod, a mask mod, or the two in this order")
+    keys, rest = {}, iter(operands)
+    for graph, text in zip(graphs, mods, strict=True):
+        read = tuple(itertools.islice(rest, len(graph.operands)))
+        for kind, x in zip(graph.operands, read, strict=True):
+            _check_operand(f"{graph.what}_mod", kind, kind_of, x, t.q)
+        keys[graph.what] = ModKey(text, tuple(Operand(x.dtype, x.dim()) for x in read))
+    return keys
+
+
+def _check_operand(argument: str, kind: str, kind_of: Callable[[torch.dtype], str], x: Tensor, q: Tensor) -> None:
+    check_tensor(argument, x)
+    what = f"reads a tensor of shape {tuple(x.shape)}"
+    if x.dtype not in _OPERAND_DTYPES:
+        raise InvalidInputError(argument, f"{what} and dtype {x.dtype}, must be a float, integer or bool dtype")
+    if x.device != q.device:
+        raise InvalidInputError(argument, f"{what} on {x.device}, but q is on {q.device}")
+    if f"{kind_of(x.dtype)}{x.dim()}" != kind:
+        raise InvalidInputError(argument, f"{what} and dtype {x.dtype}, but its graph has {kind}")
+    if holds(x.numel() == 0):
+        raise InvalidInputError(argument, f"{what}, which has no element")

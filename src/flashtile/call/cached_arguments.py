@@ -7,15 +7,16 @@ number is its depth; it stands that much after the keys before the drafts, whate
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.call import arguments
 from flashtile.call.arguments import FLOAT8 as FLOAT8
-from flashtile.call.arguments import FLOAT32, INT32, Argument, HashKept, check_tensor
+from flashtile.call.arguments import FLOAT32, INT32, Argument, check_tensor
 from flashtile.core.errors import InvalidInputError
+from flashtile.core.masks import Band
 from flashtile.core.sizes import holds
 
 # Rows of a draft tree: the bits of a word.
@@ -86,9 +87,8 @@ class CacheTensors:
         return self.page_table is not None or self.page_indices is not None
 
 
-@dataclass(frozen=True)
-class CacheOptions(HashKept):
-    """The non-tensor arguments of one cached call, checked; hashable, with the hash cached."""
+class CacheOptions(NamedTuple):
+    """The non-tensor arguments of one cached call, checked."""
 
     window_left: Annotated[int | None, arguments.OPTIONS["window_left"]] = None
     window_right: Annotated[int | None, arguments.OPTIONS["window_right"]] = None
@@ -102,7 +102,10 @@ class CacheOptions(HashKept):
     mirrored: Annotated[bool, arguments.OPTIONS["mirrored"]] = False
     mods: Annotated[tuple[str, ...], arguments.OPTIONS["mods"]] = ()
 
-    __hash__ = HashKept.kept_hash
+    @property
+    def band(self) -> Band:
+        """The bounds of windows, of causality and of chunks."""
+        return Band(self.window_left, self.window_right, self.attention_chunk)
 
 
 TENSORS = arguments.table(CacheTensors)

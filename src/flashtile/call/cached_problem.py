@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from flashtile.call.axes import Axes, checked_kinds, is_aligned, lengths_between, packed_lengths
+from flashtile.call.axes import Axes, checked_kinds, is_aligned, lengths_between, mod_keys, packed_lengths
 from flashtile.call.cached_arguments import (
     EIGHT_BITS,
     FLOAT8,
@@ -23,9 +23,6 @@ from flashtile.call.problem import MaskMod, Problem, ScoreMod, SequenceLayout, c
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
 from flashtile.core.sizes import holds, is_expanded
-
-if TYPE_CHECKING:
-    from flashtile.mods.record import ModKey
 
 # What an argument is nothing without.
 _NEEDS = {
@@ -48,11 +45,7 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
     page_size = sizes.get("page_size", 0)
     capacity = sizes["capacity"] if not t.in_pages else sizes.get("max_pages", sizes.get("total_pages", 0)) * page_size
     capacity = capacity if o.max_seqlen_k is None else o.max_seqlen_k
-    functions: dict[str, ModKey] = {}
-    if o.mods or t.operands is not None:
-        from flashtile.call.functions import keys_of  # what few programs need is not loaded by all
-
-        functions = keys_of(t, o.mods)
+    functions = mod_keys(t, o.mods)
     own = {} if t.qv is None else _with_qv(t, o, sizes)
     return checked_problem(
         t, o, sizes, (t.k_cache, t.v_cache),

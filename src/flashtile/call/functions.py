@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from flashtile.call.arguments import Options, check_tensor
+from flashtile.call.arguments import Options
 from flashtile.call.cached_arguments import CacheOptions
-from flashtile.core.errors import InvalidInputError, UnsupportedError
-from flashtile.core.sizes import holds
-from flashtile.mods.graph import Graph, GraphError, evaluate, kind_of, parse, places_of
-from flashtile.mods.record import Lowered, ModKey, OperandKind, lowered
-
-if TYPE_CHECKING:
-    from flashtile.call.problem import Problem
-
-DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
-)  # fmt: skip
-
+from flashtile.call.problem import Problem
+from flashtile.core.errors import UnsupportedError
+from flashtile.mods.graph import Graph, evaluate, places_of
+from flashtile.mods.record import Lowered, ModKey, lowered
 
 AnyOptions = TypeVar("AnyOptions", Options, CacheOptions)
 
@@ -55,9 +45,8 @@ class Functions(NamedTuple):
         left = None if left is None else left + shift
         right = None if right is None else right - shift
         left, right = _least(left, options.window_left), _least(right, options.window_right)
-        return dataclasses.replace(
-            options, mods=self.mods, window_left=left, window_right=right, softcap=self.softcap or options.softcap
-        )
+        softcap = self.softcap or options.softcap
+        return options._replace(mods=self.mods, window_left=left, window_right=right, softcap=softcap)
 
 
 def _least(x: int | None, y: int | None) -> int | None:
@@ -117,17 +106,6 @@ def _beside(x: Tensor, q: object) -> Tensor:
     return x
 
 
-def parts_of(texts: Sequence[str], operands: Sequence[Any], numbers: Sequence[Any]) -> list[tuple[str, Any, Any]]:
-    """Each mod's text, operands and numbers."""
-    found, first, first_number = [], 0, 0
-    for text in texts:
-        graph = parse(text)
-        last, last_number = first + len(graph.operands), first_number + len(graph.numbers)
-        found.append((text, tuple(operands[first:last]), tuple(numbers[first_number:last_number])))
-        first, first_number = last, last_number
-    return found
-
-
 class Function(NamedTuple):
     """A mod of a call with what it reads.
 
@@ -170,45 +148,3 @@ def mask_function(problem: Problem, t: Any) -> Function | None:
 def _first_of(key: ModKey, t: Any, first: int, number: int) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
     graph = key.graph
     return t.operands[first : first + len(graph.operands)], t.numbers[number : number + len(graph.numbers)]
-
-
-def keys_of(t: Any, mods: Sequence[str]) -> dict[str, ModKey]:
-    """The ``ModKey`` of each mod of a call by "score" or "mask"; checks what they read.
-
-    Raises:
-        InvalidInputError: A text is no graph, or the operands are not what it reads.
-    """
-    if not mods and t.operands is None:
-        return {}
-    operands, numbers = t.operands or (), t.numbers or ()
-    try:
-        graphs = [parse(text) for text in mods]
-    except GraphError as error:
-        raise InvalidInputError("mods", str(error)) from error
-    for name, given_, wanted in (
-        ("operands", len(operands), sum(len(g.operands) for g in graphs)),
-        ("numbers", len(numbers), sum(len(g.numbers) for g in graphs)),
-    ):
-        if given_ != wanted:
-            raise InvalidInputError(name, f"has {given_}, but the mods read {wanted}")
-    if [g.what for g in graphs] not in (["score"], ["mask"], ["score", "mask"]):
-        raise InvalidInputError("mods", "must be a score mod, a mask mod, or the two in this order")
-    keys = {}
-    for graph, (text, read, _) in zip(graphs, parts_of(mods, operands, numbers), strict=True):
-        for kind, x in zip(graph.operands, read, strict=True):
-            _check_operand(f"{graph.what}_mod", kind, x, t.q)
-        keys[graph.what] = ModKey(text, tuple(OperandKind(x.dtype, x.dim()) for x in read))
-    return keys
-
-
-def _check_operand(argument: str, kind: str, x: Tensor, q: Tensor) -> None:
-    check_tensor(argument, x)
-    what = f"reads a tensor of shape {tuple(x.shape)}"
-    if x.dtype not in DTYPES:
-        raise InvalidInputError(argument, f"{what} and dtype {x.dtype}, must be a float, integer or bool dtype")
-    if x.device != q.device:
-        raise InvalidInputError(argument, f"{what} on {x.device}, but q is on {q.device}")
-    if f"{kind_of(x.dtype)}{x.dim()}" != kind:
-        raise InvalidInputError(argument, f"{what} and dtype {x.dtype}, but its graph has {kind}")
-    if holds(x.numel() == 0):
-        raise InvalidInputError(argument, f"{what}, which has no element")

@@ -18,7 +18,15 @@ from torch import Tensor
 from flashtile.call.arguments import DTYPES as DTYPES
 from flashtile.call.arguments import TENSORS, Grads, Options
 from flashtile.call.arguments import Tensors as Tensors
-from flashtile.call.axes import Axes, checked_kinds, is_aligned, is_packed, packed_lengths, warned_of_heads_first
+from flashtile.call.axes import (
+    Axes,
+    checked_kinds,
+    is_aligned,
+    is_packed,
+    mod_keys,
+    packed_lengths,
+    warned_of_heads_first,
+)
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band, Origin
 from flashtile.core.sizes import holds
@@ -245,11 +253,7 @@ class Problem:
         t, o, sizes = tensors, options, _check_tensors(tensors, options)
         bias = None if t.attn_bias is None else t.attn_bias.dtype
         by_head = t.row_keys, t.key_rows, t.row_blocks
-        functions: dict[str, ModKey] = {}
-        if o.mods or t.operands is not None:
-            from flashtile.call.functions import keys_of  # what few programs need is not loaded by all
-
-            functions = keys_of(t, o.mods)
+        functions = mod_keys(t, o.mods)
         return checked_problem(
             t, o, sizes, (t.k, t.v),
             score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, bias, functions.get("score")),
@@ -263,7 +267,7 @@ class Problem:
         )  # fmt: skip
 
     def resized(self, tensors: Tensors, options: Options) -> Problem:
-        """The problem of another call of its family, see ``plans.family_of``, which needs no checks."""
+        """The problem of another call of its shape class, see ``plans.class_key``, which needs no checks."""
         batch, seqlen_q, seqlen_k = tensors.q.shape[0], tensors.q.shape[-3], tensors.k.shape[-3]
         bounds = tensors.cu_seqlens_q
         if bounds is not None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.call import arguments
-from flashtile.call.arguments import FLOAT8, FLOAT32, Argument, HashKept, Options, fields_of
+from flashtile.call.arguments import FLOAT8, FLOAT32, Argument, Options, fields_of
 from flashtile.core.errors import InvalidInputError, shown
+from flashtile.core.masks import Band
 
 _E4M3 = ((FLOAT8,), "float8_e4m3fn")
 OUT_DTYPES = (torch.bfloat16, torch.float16)
@@ -48,9 +49,8 @@ class QuantizedTensors:
     out_scale: Annotated[Tensor | None, Argument("Divides an output in 8 bits.", "one", FLOAT32)] = None
 
 
-@dataclass(frozen=True)
-class QuantizedOptions(HashKept):
-    """The non-tensor arguments of one quantized call, checked; hashable, with the hash cached."""
+class QuantizedOptions(NamedTuple):
+    """The non-tensor arguments of one quantized call, checked."""
 
     window_left: Annotated[int | None, arguments.OPTIONS["window_left"]] = None
     window_right: Annotated[int | None, arguments.OPTIONS["window_right"]] = None
@@ -61,7 +61,10 @@ class QuantizedOptions(HashKept):
     softcap: Annotated[float, arguments.OPTIONS["softcap"]] = 0.0
     backend: Annotated[str, arguments.OPTIONS["backend"]] = ""
 
-    __hash__ = HashKept.kept_hash
+    @property
+    def band(self) -> Band:
+        """The bounds of windows and of causality."""
+        return Band(self.window_left, self.window_right)
 
 
 TENSORS = arguments.table(QuantizedTensors)

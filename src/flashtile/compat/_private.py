@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.call.arguments import Options, Tensors, grads_of, read
+from flashtile.call.arguments import Options, Plain, Tensors, grads_of, read
 from flashtile.compat import _kvcache, _s_dmask
 from flashtile.compat._arguments import bound, length, names, refuse
 from flashtile.core.errors import InvalidInputError, UnsupportedError
@@ -202,7 +202,7 @@ def _options(
     """The options of a call; ``plain`` is dropout_p, softmax_scale, causal, both sides of the window and softcap."""
     dropout_p, softmax_scale, causal, left, right, softcap = plain
     longest = (length("max_seqlen_q", lengths[0]), length("max_seqlen_k", lengths[1]))
-    numbers = (softmax_scale, softcap, dropout_p, deterministic, None, None, False, ())
+    numbers = Plain(softmax_scale, softcap, dropout_p, deterministic)
     return read(tensors, causal, (bound(left), bound(right)), False, numbers, longest)
 
 
@@ -261,7 +261,7 @@ def _backward(
         if rng_state is None:
             raise InvalidInputError("rng_state", "is None, but dropout_p is not 0: give what the forward returned")
         tensors = dataclasses.replace(tensors, rng_state=rng_state)
-    options = dataclasses.replace(options, grads=grads_of("grads", [target is not None for target in wanted]))
+    options = options._replace(grads=grads_of("grads", [target is not None for target in wanted]))
     gradients = torch.ops.flashtile.attention_backward(
         dout, None, out.contiguous(), lse.contiguous(), *ops.REGULAR.flatten(tensors, options)
     )

@@ -46,7 +46,7 @@ def s_dmask(tensors: Tensors, options: Options) -> Tensor:
         sequences, each in the top left corner. It is not padded to blocks, unlike flash-attn's.
     """
     t = tensors
-    problem = Problem.of(t, dataclasses.replace(options, dropout_p=0.0, grads=Grads()))
+    problem = Problem.of(t, options._replace(dropout_p=0.0, grads=Grads()))
     seqlen_q, seqlen_k, shape = problem.seqlen_q, problem.seqlen_k, (problem.batch, problem.num_heads_q)
     if not seqlen_q * seqlen_k * problem.batch:
         return t.q.new_empty(*shape, seqlen_q, seqlen_k)

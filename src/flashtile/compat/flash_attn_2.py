@@ -28,8 +28,8 @@ from typing import Any
 from torch import Tensor
 
 from flashtile.api.attention import attention, attention_varlen
-from flashtile.call import autocast
-from flashtile.call.arguments import Tensors, flag, read
+from flashtile.call.arguments import Plain, Tensors, flag, read
+from flashtile.call.prepared import autocast
 from flashtile.compat import _kvcache, _s_dmask
 from flashtile.compat._arguments import Window, integer, length, names, unstack, window
 from flashtile.ops import sharding
@@ -277,13 +277,10 @@ def _attend(inputs: tuple[Any, ...], tail: tuple[Any, ...]) -> Result:
     if flag("return_attn_probs", probs) and isinstance(dropout_p, (int, float)) and 0 < dropout_p < 1:
         q, k, v, *packed = inputs
         tensors = Tensors(q, k, v, alibi_slopes, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=False)))
-        numbers, lengths = (
-            (softmax_scale, softcap, dropout_p, deterministic, None, None, False, ()),
-            packed[2:] or (None, None),
-        )
-        options = read(tensors, causal, bounds, True, numbers, tuple(lengths))
+        plain, lengths = Plain(softmax_scale, softcap, dropout_p, deterministic), packed[2:] or (None, None)
+        options = read(tensors, causal, bounds, True, plain, tuple(lengths))
         sharding.refuse_dropout(q)
-        return _s_dmask.attention(autocast.cast(tensors, q.device.type), options)[:3]
+        return _s_dmask.attention(autocast(tensors, q.device.type), options)[:3]
     found = (attention if len(inputs) == 3 else attention_varlen)(
         *inputs,
         causal=causal,

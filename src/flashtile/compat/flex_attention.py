@@ -24,9 +24,11 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
+from flashtile import reference
 from flashtile.api import blocks
 from flashtile.api.attention import attention
-from flashtile.api.by_reference import attention_by_reference
+from flashtile.api.keywords import asked_of, options_of
+from flashtile.call.problem import Problem
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.mods.converted import keep
 
@@ -106,6 +108,28 @@ def flex_attention(
     out = out.transpose(1, 2)
     if return_aux is not None:
         return out, AuxOutput(lse, None)
+    return (out, lse) if return_lse else out
+
+
+def attention_by_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **others: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention`` in q's dtype by ``flashtile.reference``, with autograd's gradients: slow, in quadratic memory.
+
+    Args:
+        q: See ``attention``, like all others; without dropout.
+        k: See there.
+        v: See there.
+        return_lse: See there.
+        **others: See there.
+
+    Raises:
+        InvalidInputError: A ValueError that names the argument.
+    """
+    tensors, asked, _ = asked_of("attention", (q, k, v), others)
+    problem = Problem.of(tensors, options_of(tensors, asked))
+    out, lse = reference.attention(problem, tensors, torch.promote_types(q.dtype, torch.float32))
+    out = out.to(q.dtype)
     return (out, lse) if return_lse else out
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.api.keywords import Asked, Common, asked_of
-from flashtile.call import autocast
-from flashtile.call.arguments import Options, Tensors, integer, is_plain, other_tensors, read
+from flashtile.call.arguments import Options, Tensors, integer, is_plain, other_tensors
+from flashtile.call.prepared import autocast, autocast_is_on
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.distributed import dtensors
@@ -128,9 +128,9 @@ def _call(given: dict[str, Any]) -> Any:
     tensors, asked, _ = asked_of("attention", (q, k, v), keywords, OverRanks)
     with_mods = asked.functions != (None, None)
     if not with_mods:
-        options = read(tensors, asked.causal, asked.window_size, asked.return_lse, asked.plain)
-    if autocast.is_on():
-        tensors = autocast.cast(tensors, q.device.type)
+        options = asked.read(tensors)
+    if autocast_is_on():
+        tensors = autocast(tensors, q.device.type)
     ranks = ranks_of(mesh)
     if mesh.device_type != q.device.type:
         raise InvalidInputError("mesh", f"is one of {mesh.device_type} devices, but q is on {q.device}")
@@ -166,10 +166,9 @@ def _with_mods(t: Tensors, asked: Asked, lengths_q: tuple[int, ...], lengths_k: 
 
     shifts = {k - q for q, k in zip(lengths_q, lengths_k, strict=False)} or {0}
     # A band is counted from the first row: it is the same for all documents that have the same shift.
-    found = functions_of(*asked.functions, t, asked.plain[1], len(shifts) == 1)
+    found = functions_of(*asked.functions, t, asked.plain.softcap, len(shifts) == 1)
     t.operands, t.numbers = found.operands, found.numbers
-    options = read(t, asked.causal, asked.window_size, asked.return_lse, asked.plain)
-    return found.options(options, min(shifts))
+    return found.options(asked.read(t), min(shifts))
 
 
 def _kind(spec: Spec, t: Tensors) -> RingKind:
@@ -179,7 +178,7 @@ def _kind(spec: Spec, t: Tensors) -> RingKind:
         "distributed", spec, settings.BACKEND.raw(), settings.COPIES.raw(), plans.products(t.q), *plans.layout(t.q),
         *plans.layout(t.k), *plans.layout(t.v), given, *map(plans.layout, t.operands or ()),
     )  # fmt: skip
-    kind: RingKind | None = plans.kinds.get(key)
+    kind: RingKind | None = plans.kept.get(key)
     if kind is None:
         kind = make_kind(spec, t)
         plans.keep(key, kind)

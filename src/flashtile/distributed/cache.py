@@ -146,7 +146,7 @@ def _clamped(count: Tensor, lengths: Tensor) -> Tensor:
 def _compare(ranks: Ranks, device: torch.device, said: dict[str, Any]) -> None:
     """Compares a call with the other ranks' calls, if it is the first of its kind."""
     key = "sharded cache", ranks, str(said)
-    if plans.kinds.get(key) is None:
+    if plans.kept.get(key) is None:
         refuse_differences(ranks, agree(ranks, device, said))
         plans.keep(key, True)
 

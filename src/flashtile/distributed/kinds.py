@@ -145,7 +145,7 @@ def _of_this_rank(spec: Spec, t: Tensors) -> Problem:
     if not (has_pairs(t) or t.operands is not None):
         return Problem.of(dataclasses.replace(t, **mine), spec.options)
     alone: dict[str, Any] = dict.fromkeys(("attn_mask", "attn_bias", "row_keys", "key_rows", "operands", "numbers"))
-    options = dataclasses.replace(spec.options, mods=(), grads=Grads(*spec.options.grads[:3]))
+    options = spec.options._replace(mods=(), grads=Grads(*spec.options.grads[:3]))
     problem = Problem.of(dataclasses.replace(t, **mine, **alone), options)
     # Tensors by pair belong to the whole call: they are checked on tensors without data that have the whole's lengths.
     values = {name: x for name in TENSORS if isinstance(x := getattr(t, name), Tensor)}
@@ -153,7 +153,7 @@ def _of_this_rank(spec: Spec, t: Tensors) -> Problem:
         x = values[name]
         values[name] = x.new_empty((sum(lengths), *x.shape[1:]) if spec.packed else (len(x), lengths[0], *x.shape[2:]))
     longest = [max(x, default=0) if spec.packed else None for x in (spec.lengths_q, spec.lengths_k)]
-    options = dataclasses.replace(spec.options, max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+    options = spec.options._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
     whole = Tensors(**{name: x.to("meta") for name, x in values.items()}, numbers=t.numbers)  # type: ignore[arg-type]
     whole.operands = None if t.operands is None else tuple(x.to("meta") for x in t.operands)
     if spec.packed:

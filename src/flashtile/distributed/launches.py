@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -100,8 +99,7 @@ class CallPlan:
 
     def __init__(self, call: RingCall, options: Options, part: RankPart, device: torch.device, is_last: bool) -> None:
         self._bounds, band = (call.cu_seqlens_q, call.cu_seqlens_k), call.band
-        self.options = dataclasses.replace(
-            options,
+        self.options = options._replace(
             window_left=band.left,
             window_right=band.right,
             max_seqlen_q=call.max_seqlen_q,
@@ -206,7 +204,7 @@ def _of_parts(options: Options) -> tuple[tuple[int, ...], Options]:
     for count in counts if options.grads.operands else ():
         flags += [*itertools.islice(wanted, count), False]
     mods, grads = tuple(map(of_part, options.mods)), options.grads._replace(operands=tuple(flags))
-    return counts, dataclasses.replace(options, mods=mods, grads=grads)
+    return counts, options._replace(mods=mods, grads=grads)
 
 
 def has_pairs(t: Tensors) -> bool:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from flashtile.api.attention import attention
-from flashtile.call.autocast import cast_one
+from flashtile.call.prepared import autocast_one
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.core.sizes import holds
 
@@ -98,7 +98,7 @@ def _autocast(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return given
     dtype = torch.get_autocast_dtype(device)
-    return tuple(cast_one(x, dtype) for x in given)
+    return tuple(autocast_one(x, dtype) for x in given)
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:

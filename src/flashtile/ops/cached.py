@@ -32,8 +32,8 @@ def attend(t: CacheTensors, options: CacheOptions) -> Tensor:
         operator = ATTEND if t.k is None else APPEND
         watched: Tensor = operator.overload(*CACHED.flatten(CACHED.readable(t), options))
         return watched
-    t, kind = CACHED.kind(_split(t), options)
-    found: Tensor = kind.run(t)
+    t, call = CACHED.planned(_split(t), options)
+    found: Tensor = call.run(t)
     return found
 
 
@@ -78,8 +78,8 @@ def _run(appends: bool, *args: Any) -> Tensor:
     if appends != (t.k is not None):
         other = "append_attention_with_kvcache" if t.k is not None else "attention_with_kvcache"
         raise InvalidInputError("k", f"is {'given' if t.k is not None else 'None'}: the operator is {other}")
-    t, kind = CACHED.kind(_split(t), options)
-    lse: Tensor = kind.run(t)
+    t, call = CACHED.planned(_split(t), options)
+    lse: Tensor = call.run(t)
     return lse
 
 

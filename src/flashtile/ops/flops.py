@@ -37,6 +37,11 @@ def forward_flops(given: dict[str, Any]) -> int:
     return 2 * kept_pairs(given) * (given["q"][-1] + given["v"][-1])
 
 
+def quantized_flops(given: dict[str, Any]) -> int:
+    """As ``forward_flops``; v is transposed."""
+    return 2 * kept_pairs(given) * (given["q"][-1] + given["v"][-2])
+
+
 def backward_flops(given: dict[str, Any]) -> int:
     """Up to five products: scores, and, if needed, dq and dk, over head_dim; dprobs and dv over head_dim_v."""
     grads = grads_of("grads", given["grads"])

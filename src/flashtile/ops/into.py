@@ -29,8 +29,8 @@ def attend(t: IntoTensors, options: Options) -> Tensor:
     if is_watched(t.q, t.k, t.v):
         watched: Tensor = OPERATOR.overload(*INTO.flatten(INTO.readable(t), options))
         return watched
-    t, kind = INTO.kind(t, options)
-    lse: Tensor = kind.run(t)
+    t, call = INTO.planned(t, options)
+    lse: Tensor = call.run(t)
     return lse
 
 

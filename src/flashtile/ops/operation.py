@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -27,7 +26,7 @@ from flashtile.core.sizes import holds, is_dense
 from flashtile.ops import plans
 
 T = TypeVar("T")
-S = TypeVar("S")
+S = TypeVar("S", bound=tuple[Any, ...])
 LIBRARY = torch.library.Library("flashtile", "FRAGMENT")
 
 
@@ -128,7 +127,7 @@ class Operation(Generic[T, S]):
 
     def __post_init__(self) -> None:
         self.rows, self.option_rows = table(self.tensors), table(self.options)
-        self.values, self.option_values = fields_of(self.rows), fields_of(self.option_rows)
+        self.values = fields_of(self.rows)
         self.in_rows, self.whole = (
             [name for name, row in self.rows.items() if row.layout == layout] for layout in ("rows", "whole")
         )
@@ -178,7 +177,7 @@ class Operation(Generic[T, S]):
 
     def flatten(self, t: T, o: S) -> tuple[Any, ...]:
         """A call's arguments in the order of its operators' schema."""
-        plain = ((*x.named, *x.operands) if type(x) is Grads else x for x in self.option_values(o))
+        plain = ((*x.named, *x.operands) if type(x) is Grads else x for x in o)
         return *self.values(t), *plain
 
     def unflatten(self, args: Sequence[Any]) -> tuple[T, S]:
@@ -206,8 +205,8 @@ class Operation(Generic[T, S]):
 
     def _single(self, t: T) -> list[Tensor | None]:
         """A call's tensors, those of mods one by one, and None for what is not given and for numbers of mods."""
-        each = (x if isinstance(x, tuple) else (x,) for x in self.values(t))
-        return [x if isinstance(x, Tensor) else None for x in itertools.chain.from_iterable(each)]
+        each = [x for value in self.values(t) for x in (value if type(value) is tuple else (value,))]
+        return [x if isinstance(x, Tensor) else None for x in each]
 
     def fake(self, *args: Any) -> tuple[Tensor, Tensor]:
         """Empty out and lse of the call of these arguments."""
@@ -218,24 +217,23 @@ class Operation(Generic[T, S]):
 
     def run(self, *args: Any) -> Any:
         """A kernel for ``define``: runs the call of these arguments."""
-        t, kind = self.kind(*self.unflatten(args))
-        return kind.run(t)
+        t, call = self.planned(*self.unflatten(args))
+        return call.run(t)
 
-    def kind(self, t: T, o: S, key: tuple[Any, ...] | None = None) -> tuple[T, Kind]:
-        """The tensors with readable strides, and the kept ``Kind`` of the call, whose key may be known."""
+    def planned(self, t: T, o: S, key: tuple[Any, ...] | None = None) -> tuple[T, PlannedCall]:
+        """The tensors with readable strides, and the kept ``PlannedCall``, whose key may be known."""
         try:
             key = key or self.key_of(t, o)
         except (RuntimeError, AttributeError):
             self.problem_of(t, o)  # names what is no tensor, or the nested or sparse one, which has no strides
             raise
-        kind = plans.kinds.get(key)
-        if kind is None:
+        call = plans.kept.get(key)
+        if call is None:
             readable = self.readable(t)
             if readable is not t:
-                return self.kind(readable, o)
-            kind = Kind(self, key, o, *self.prepare(t, o))
-            plans.keep(key, kind)
-        return t, kind
+                return self.planned(readable, o)
+            call = plans.keep(key, PlannedCall(self, key, o, *self.prepare(t, o)))
+        return t, call
 
     def readable(self, t: T) -> T:
         """The tensors, copied where kernels need other strides, as ``Argument.layout`` says.
@@ -268,8 +266,8 @@ class Operation(Generic[T, S]):
         if gradients:
             refuse_gradients(self.rows, self.values(t), self.what)
 
-    def prepare(self, t: Any, o: Any, **but: Any) -> tuple[Problem, plans.Family]:
-        """A call's problem with other values of some fields, and its family."""
+    def prepare(self, t: Any, o: Any, **but: Any) -> tuple[Problem, plans.ShapeClass]:
+        """A call's problem with other values of some fields, and its shape class."""
         problem = self.problem_of(t, o)
         problem = problem.but(**but) if but else problem
         alike = problem.but(batch=0, seqlen_q=0, seqlen_k=0)
@@ -279,12 +277,12 @@ class Operation(Generic[T, S]):
             for x in self._single(t)
         )
         about = self.besides(t), settings.BACKEND.raw(), plans.products(t.q)
-        return problem, plans.family((alike, dataclasses.replace(o, **lengths), *about, *tensors))
+        return problem, plans.shape_class((alike, o._replace(**lengths), *about, *tensors))
 
     def plan(self, direction: Direction, t: T, o: S, given: Given = (), **but: Any) -> Plan:
         """A plan of a direction that is not kept here, of a problem with other values of some fields."""
-        problem, family = self.prepare(t, o, **but)
-        return family.plan(direction, problem, t, given, o.backend)  # type: ignore[attr-defined]
+        problem, shape_class = self.prepare(t, o, **but)
+        return shape_class.plan(direction, problem, t, given, o.backend)  # type: ignore[attr-defined]
 
     def guarded(self, problem: Problem, run: Plan) -> Plan:
         """A backend's plan with what every backend's needs around it."""
@@ -318,7 +316,7 @@ class Operation(Generic[T, S]):
         return kernel
 
 
-class Kind:
+class PlannedCall:
     """The plans of calls with the same layouts and options.
 
     Attributes:
@@ -326,29 +324,33 @@ class Kind:
         key: What its ``key`` says of them.
         options: The calls' options.
         problem: Their problem.
-        family: What they share with calls of other lengths.
-        home: The dictionary that it is kept in.
+        shape_class: What they share with calls of other lengths.
         run: The plan, made by the first call.
         backwards: The backward's plans, by the layouts of what it gets.
     """
 
-    __slots__ = ("backwards", "family", "home", "key", "operation", "options", "problem", "run")
+    __slots__ = ("backwards", "key", "operation", "options", "problem", "run", "shape_class")
 
     def __init__(
-        self, operation: Operation[Any, Any], key: tuple[Any, ...], options: Any, problem: Problem, family: plans.Family
+        self,
+        operation: Operation[Any, Any],
+        key: tuple[Any, ...],
+        options: Any,
+        problem: Problem,
+        shape_class: plans.ShapeClass,
     ) -> None:
-        self.operation, self.key, self.options, self.problem, self.family = operation, key, options, problem, family
-        self.home = plans.kinds
+        self.operation, self.key, self.options = operation, key, options
+        self.problem, self.shape_class = problem, shape_class
         self.run: Plan = self._plan
         self.backwards: dict[Any, Plan] = {}
 
     def _plan(self, t: Any) -> Any:
-        operation, problem, family, name = self.operation, self.problem, self.family, self.options.backend
+        operation, problem, shape_class, name = self.operation, self.problem, self.shape_class, self.options.backend
         ahead: Any = contextlib.nullcontext()
         if operation.direction == "forward" and problem.needs_grad:
-            ahead = plans.building_ahead(family.backend("backward", problem, name), problem, t)
+            ahead = plans.building_ahead(shape_class.backend("backward", problem, name), problem, t)
         with ahead:
-            run = family.plan(operation.direction, problem, t, (), name)
+            run = shape_class.plan(operation.direction, problem, t, (), name)
             self.run = operation.guarded(problem, run)
             return self.run(t)
 

@@ -1,7 +1,4 @@
-"""The operators of regular calls, dense or packed, and the autograd of eager ones.
-
-One pair of operators serves every call.
-"""
+"""The operators of regular calls, dense or packed, and the autograd of eager ones; and that of quantized calls."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flashtile.call import quantized_problem
 from flashtile.call.arguments import (
     GRADIENTS,
     TENSORS,
@@ -25,11 +23,12 @@ from flashtile.call.arguments import (
 )
 from flashtile.call.backend import Given, Plan
 from flashtile.call.problem import Problem, check_values
+from flashtile.call.quantized_arguments import QuantizedOptions, QuantizedTensors
 from flashtile.core import settings
 from flashtile.core.sizes import is_dense
 from flashtile.core.states import in_one
 from flashtile.ops import flops, plans
-from flashtile.ops.operation import Kind, Operation, is_watched
+from flashtile.ops.operation import Operation, PlannedCall, is_watched
 from flashtile.ops.plans import layout
 
 
@@ -49,12 +48,12 @@ def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tupl
     if is_watched(tensors.q, tensors.k, tensors.v):
         found = FORWARD.overload(*REGULAR.flatten(REGULAR.readable(tensors), options))
         return found
-    tensors, kind = REGULAR.kind(tensors, options)
+    tensors, call = REGULAR.planned(tensors, options)
     if not any(options.grads):
-        found = kind.run(tensors)
+        found = call.run(tensors)
         return found
     inputs = (tensors.q, tensors.k, tensors.v) if is_plain(tensors) else leaves_of(tensors)
-    found = _apply((kind, tensors, with_lse), *inputs)
+    found = _apply((call, tensors, with_lse), *inputs)
     return found if with_lse else (found, None)
 
 
@@ -78,22 +77,16 @@ def leaves_of(t: Tensors) -> tuple[Tensor | None, ...]:
 def attention_again(options: Options, t: Tensors) -> Tensor:
     """``attention`` where only q, k and v are given, lse is not used, and nothing watches."""
     try:
-        layouts = _layouts(t.q, t.k, t.v)
+        key = options, _layouts(t.q, t.k, t.v)
     except RuntimeError:
         return attention(t, options, False)[0]  # names what has no layout
-    kind = options.kinds.get(layouts)
-    if kind is None or kind.home is not plans.kinds:
-        t, kind = REGULAR.kind(t, options, (options, layouts))
-        if len(options.kinds) == _MOST_AGAIN:
-            options.kinds.clear()
-        if kind.key[1] == layouts:  # t was not copied
-            options.kinds[layouts] = kind
-    found: Tensor = _apply((kind, t, False), t.q, t.k, t.v) if any(options.grads) else kind.run(t)[0]
+    call = plans.kept.get(key)
+    if call is None:
+        t, call = REGULAR.planned(t, options, key)
+    found: Tensor = _apply((call, t, False), t.q, t.k, t.v) if any(options.grads) else call.run(t)[0]
     return found
 
 
-# Beside one ``Options``.
-_MOST_AGAIN = 256
 # By a name of this module: each object more that another thread has used too costs the backward's thread.
 _is_batch = torch._C._functorch.is_legacy_batchedtensor
 
@@ -132,11 +125,11 @@ class _Regular(Operation[Tensors, Options]):
         dense = is_plain(t) and is_dense(t.q) and is_dense(t.k) and is_dense(t.v)
         return t if dense else Operation.readable(self, t)  # torch.compile 2.11 cannot trace super() here
 
-    def prepare(self, t: Tensors, o: Options, **but: Any) -> tuple[Problem, plans.Family]:
-        """As ``Operation.prepare``; a call of a known family needs no checks."""
-        common, others = plans.family_of(t, o), (settings.BACKEND.raw(), plans.products(t.q), *but.items())
-        family = plans.Family() if common is None else plans.family((*common, *others))
-        return family.problem_of(t, o, **but), family
+    def prepare(self, t: Tensors, o: Options, **but: Any) -> tuple[Problem, plans.ShapeClass]:
+        """As ``Operation.prepare``; a call of a known shape class needs no checks."""
+        common, others = plans.class_key(t, o), (settings.BACKEND.raw(), plans.products(t.q), *but.items())
+        shape_class = plans.ShapeClass() if common is None else plans.shape_class((*common, *others))
+        return shape_class.problem_of(t, o, **but), shape_class
 
 
 REGULAR = _Regular(
@@ -145,7 +138,7 @@ REGULAR = _Regular(
 
 
 def _gradients(
-    kind: Kind, t: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    call: PlannedCall, t: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """The gradients in the order of ``leaves_of``, computed without the dispatcher.
 
@@ -158,9 +151,9 @@ def _gradients(
     if not is_dense or dlse is not None or (results | given) % 16 or not is_plain(t):
         layouts = ((*x.stride(), x.data_ptr() % 16) for x in (q, k, v, dout))
         key = key, results % 16, *layouts, None if dlse is None else layout(dlse), *_other_layouts(t)
-    run = kind.backwards.get(key)
+    run = call.backwards.get(key)
     if run is None:
-        run = kind.backwards[key] = _plan_backward(kind, t, (dout, dlse))
+        run = call.backwards[key] = _plan_backward(call, t, (dout, dlse))
     found = run(t, out, lse, dout, dlse)
     if t.operands is None:
         return _gradient_values(found)
@@ -170,11 +163,11 @@ def _gradients(
 _gradient_values = fields_of(GRADIENTS.values())
 
 
-def _plan_backward(kind: Kind, t: Tensors, given: Given) -> Plan:
+def _plan_backward(call: PlannedCall, t: Tensors, given: Given) -> Plan:
     """A plan of the backward for tensors that saved-tensor hooks may have laid out anew."""
-    if _key(t, kind.options) == kind.key:
-        return kind.family.plan("backward", kind.problem, t, given, kind.options.backend)
-    return REGULAR.plan("backward", t, kind.options, given)
+    if _key(t, call.options) == call.key:
+        return call.shape_class.plan("backward", call.problem, t, given, call.options.backend)
+    return REGULAR.plan("backward", t, call.options, given)
 
 
 def watched_gradients(options: Options, t: Tensors, *others: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -198,8 +191,8 @@ def _operands_wanted(t: Tensors, options: Options) -> list[Tensor | None]:
 
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
     tensors, options = REGULAR.unflatten(args)
-    tensors, kind = REGULAR.kind(tensors, options)
-    found = _gradients(kind, tensors, out, lse, dout, dlse)
+    tensors, call = REGULAR.planned(tensors, options)
+    found = _gradients(call, tensors, out, lse, dout, dlse)
     named = (
         x if wanted and x is not None else out.new_empty(0)
         for x, wanted in zip(found, options.grads.named, strict=False)
@@ -240,11 +233,13 @@ class _Attention(torch.autograd.Function):
     """Equivalent to the operators under autograd (``transforms``), but without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[Kind, Tensors, bool], *inputs: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
-        kind, t, with_lse = call
-        out, lse = kind.run(t)
+    def forward(
+        ctx: Any, given: tuple[PlannedCall, Tensors, bool], *inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        call, t, with_lse = given
+        out, lse = call.run(t)
         ctx.save_for_backward(*(inputs if is_plain(t) else flat_tensors(t)), out, lse)
-        ctx.kind, ctx.numbers = kind, t.numbers
+        ctx.call, ctx.numbers = call, t.numbers
         ctx.set_materialize_grads(False)
         return (out, lse) if with_lse else out
 
@@ -252,15 +247,15 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         # Once: under torch.utils.checkpoint a second access is an error.
         q, k, v, *others, out, lse = ctx.saved_tensors
-        kind = ctx.kind
+        call = ctx.call
         tensors = of_flat((q, k, v, *others), ctx.numbers) if others else Tensors(q, k, v)
         watched = torch.is_grad_enabled() or is_watched(q, k, v) or _is_special(dout) or _is_special(dlse)
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = None if dlse is None else in_one(dlse, out)
         if watched:
-            grads = watched_gradients(kind.options, tensors, out, lse, dout, dlse)
+            grads = watched_gradients(call.options, tensors, out, lse, dout, dlse)
         else:
-            grads = _gradients(kind, tensors, out, lse, dout, dlse)
+            grads = _gradients(call, tensors, out, lse, dout, dlse)
         return None, *(grads if others else grads[:3])
 
 
@@ -290,3 +285,22 @@ JVP = REGULAR.define(
     flops=flops.jvp_flops,
     has_derivative=True,
 )
+
+
+def attend_quantized(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Tensor, Tensor]:
+    """A quantized call, through its operator or directly: out and lse, as in ``call.backend.QuantizedForward``."""
+    found: tuple[Tensor, Tensor]
+    if is_watched(t.q, t.k, t.v):
+        found = QUANTIZED_FORWARD.overload(*QUANTIZED.flatten(t, options))
+        return found
+    QUANTIZED.check_types(t)
+    t, call = QUANTIZED.planned(t, options)
+    found = call.run(t)
+    return found
+
+
+QUANTIZED = Operation(
+    "a quantized call", "quantized", QuantizedTensors, QuantizedOptions, quantized_problem.problem_of,
+    quantized_problem.check_values,
+)  # fmt: skip
+QUANTIZED_FORWARD = QUANTIZED.define("attention_quantized", QUANTIZED.run, QUANTIZED.fake, flops=flops.quantized_flops)

@@ -1,6 +1,6 @@
-"""The caches of plans: by all that checks and launches look at, and by families of calls of other lengths.
+"""What is kept of calls: their plans, by all that checks and launches look at, and what calls of other lengths share.
 
-Only single operations on the dictionaries, so that threads need no lock.
+Only single operations on the dictionary, so that threads need no lock.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from flashtile.call.arguments import Options, is_plain, option_values
+from flashtile.call.arguments import Options, is_plain
 from flashtile.call.axes import is_aligned
 from flashtile.call.backend import LOADED, MEANWHILE, Backend, Direction, Given, Gradients, Plan, directions_of
+from flashtile.call.prepared import without_data
 from flashtile.call.problem import TINY, Problem, Tensors
 from flashtile.ops import dispatch
 
+K = TypeVar("K")
 
-class Family:
+
+class ShapeClass:
     """What calls that differ in lengths, batch and strides alone have in common.
 
     Attributes:
@@ -90,8 +93,6 @@ def building_ahead(backward: Backend, problem: Problem, like: Tensors) -> Iterat
 
 def _build_backward(chosen: Backend, problem: Problem, like: Tensors) -> None:
     """Starts to build in other threads what a backward needs; what fails there is built again when it is needed."""
-    from flashtile.call.prepared import without_data  # what few programs need is not loaded by all
-
     shapes, device = without_data(like), like.q.device
 
     def build() -> None:
@@ -119,39 +120,35 @@ def _hide_from(rules: Any) -> None:
     rules.add("flashtile.backends")
 
 
-# Keyed by everything that checks and launches depend on: a training loop repeats a few kinds of call.
-kinds: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
-families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
+# Planned calls by all that checks and launches depend on, and shape classes: a training loop repeats a few of them.
+kept: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 MOST = 4096
 
 
 @contextlib.contextmanager
-def own_plans(of_kinds: OrderedDict[tuple[Any, ...], Any] | None = None) -> Iterator[None]:
+def own_plans(own: OrderedDict[tuple[Any, ...], Any] | None = None) -> Iterator[None]:
     """Keeps the plans of calls inside elsewhere: for tuning, since the keys do not include tiles on trial."""
-    global kinds, families
-    before = kinds, families
-    kinds, families = OrderedDict() if of_kinds is None else of_kinds, OrderedDict()
+    global kept
+    before = kept
+    kept = OrderedDict() if own is None else own
     try:
         yield
     finally:
-        kinds, families = before
+        kept = before
 
 
-def keep(key: tuple[Any, ...], value: object) -> None:
-    """Keeps what was made for calls of a key in ``kinds``; the oldest is forgotten."""
-    kinds[key] = value
-    if len(kinds) > MOST:
-        kinds.popitem(last=False)
+def keep(key: tuple[Any, ...], value: K) -> K:
+    """Keeps what was made for calls of a key; the oldest is forgotten."""
+    kept[key] = value
+    if len(kept) > MOST:
+        kept.popitem(last=False)
+    return value
 
 
-def family(key: tuple[Any, ...]) -> Family:
-    """The family of a key; the oldest is forgotten."""
-    found = families.get(key)
-    if found is None:
-        found = families[key] = Family()
-        if len(families) > MOST:
-            families.popitem(last=False)
-    return found
+def shape_class(key: tuple[Any, ...]) -> ShapeClass:
+    """The shape class of a key."""
+    key = (ShapeClass, *key)
+    return kept.get(key) or keep(key, ShapeClass())
 
 
 def layout(x: Tensor) -> tuple[Any, ...]:
@@ -164,14 +161,14 @@ def products(q: Tensor) -> object:
     return q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
 
 
-def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
+def class_key(t: Tensors, o: Options) -> tuple[Any, ...] | None:
     """What a call is, but for its batch, its strides and, beyond whether it is tiny, its lengths.
 
     None if sizes do not fit one another.
 
-    Of two calls of a family both are valid or none, and their problems differ in lengths and batch alone. Calls with a
-    mask, a bias, intervals, lists or users' functions are of none: lengths are in their tensors' shapes too. Nor are
-    those with origins.
+    Of two calls of a shape class both are valid or none, and their problems differ in lengths and batch alone. Calls
+    with a mask, a bias, intervals, lists or users' functions have none: lengths are in their tensors' shapes too. Nor
+    have calls with origins.
     """
     q, k, v, slopes, bounds_q, bounds_k = t.q, t.k, t.v, t.alibi_slopes, t.cu_seqlens_q, t.cu_seqlens_k
     of_q, of_k, of_v = q.shape, k.shape, v.shape
@@ -199,8 +196,7 @@ def family_of(t: Tensors, o: Options) -> tuple[Any, ...] | None:
         )  # fmt: skip
     if batch_q != batch_k:
         return None
-    # The hash of options is cached.
-    without_lengths = o if o.max_seqlen_q is o.max_seqlen_k is None else option_values(o)[:2] + option_values(o)[4:]
+    without_lengths = o if o.max_seqlen_q is o.max_seqlen_k is None else o[:2] + o[4:]
     tiny = rank == 4 and of_q[1] <= TINY and of_k[1] <= TINY
     on_16_bytes = is_aligned(q) and is_aligned(k) and is_aligned(v)
     return (

@@ -6,7 +6,6 @@ each level of ``torch.func`` runs them once, on its own wrappers.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
-        options = dataclasses.replace(ctx.options, grads=grads_of("grads", ctx.needs_input_grad[3:]))
+        options = ctx.options._replace(grads=grads_of("grads", ctx.needs_input_grad[3:]))
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = None if dlse is None else in_one(dlse, out)
         t = ops.of_flat(inputs, ctx.numbers)
@@ -111,7 +110,7 @@ def _forward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     if any(needed):
         # Under vmap the caller could not see which tensors require a gradient at an outer level.
         asked = *options.grads.named, *(options.grads.operands or (False,) * len(t.operands or ()))
-        options = dataclasses.replace(options, grads=grads_of("grads", [*map(max, needed, asked)]))
+        options = options._replace(grads=grads_of("grads", [*map(max, needed, asked)]))
         with enable_single_level_autograd_function():
             out, lse = _apply_reverse(below, options, t, *inputs)
     else:

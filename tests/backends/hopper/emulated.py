@@ -106,7 +106,7 @@ def forget_plans() -> None:
     """Drops what was planned for other kernels or tiles."""
     launch._counters.clear()
     tensor_maps._num_sms.cache_clear()
-    plans.kinds, plans.families = OrderedDict(), OrderedDict()
+    plans.kept = OrderedDict()
     dispatch._first.cache_clear()
 
 
