@@ -253,7 +253,7 @@ def mod_keys(t: Any, mods: Sequence[str]) -> dict[str, ModKey]:
     if not mods and t.operands is None:
         return {}
     from flashtile.mods.graph import GraphError, kind_of, parse  # what few programs need is not loaded by all
-    from flashtile.mods.record import ModKey, Operand
+    from flashtile.mods.record import ModKey, OperandKind
 
     operands, numbers = t.operands or (), t.numbers or ()
     try:
