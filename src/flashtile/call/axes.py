@@ -273,7 +273,7 @@ def mod_keys(t: Any, mods: Sequence[str]) -> dict[str, ModKey]:
         read = tuple(itertools.islice(rest, len(graph.operands)))
         for kind, x in zip(graph.operands, read, strict=True):
             _check_operand(f"{graph.what}_mod", kind, kind_of, x, t.q)
-        keys[graph.what] = ModKey(text, tuple(Operand(x.dtype, x.dim()) for x in read))
+        keys[graph.what] = ModKey(text, tuple(OperandKind(x.dtype, x.dim()) for x in read))
     return keys
 
 
