@@ -61,8 +61,15 @@ def running(num_sms: int) -> Iterator[None]:
     assert started.called and left and not any(each[::2].any() for each in left)
 
 
-@pytest.mark.parametrize("num_sms", [1, 4, 7])
-@pytest.mark.parametrize("case", CASES, ids=str)
+# In turn, since each number of processors divides the keys otherwise; all of them for each case are long.
+IN_TURN = [
+    pytest.param(case, num_sms, id=f"{case}-{num_sms}", marks=() if turn == at % 3 else pytest.mark.long)
+    for at, case in enumerate(CASES)
+    for turn, num_sms in enumerate((1, 4, 7))
+]
+
+
+@pytest.mark.parametrize(("case", "num_sms"), IN_TURN)
 def test_numbers(case: CacheCase, num_sms: int) -> None:
     with on_cpu(seed=num_sms), running(num_sms):
         judge(build(case, torch.bfloat16), "hopper")
@@ -73,8 +80,19 @@ def rows_of(case: CacheCase) -> CacheCase:
     return dataclasses.replace(case, name=f"{case.name}_656", float8="rows", layout="apart")
 
 
-@pytest.mark.parametrize("num_sms", [1, 4])
-@pytest.mark.parametrize("case", [rows_of(case) for case in CASES if case.kv_heads == 1], ids=str)
+@pytest.mark.parametrize(
+    ("case", "num_sms"),
+    [
+        pytest.param(
+            rows_of(case),
+            num_sms,
+            id=f"{case}-{num_sms}",
+            marks=() if at % 4 == 0 and turn == at // 4 % 2 else pytest.mark.long,
+        )
+        for at, case in enumerate(case for case in CASES if case.kv_heads == 1)
+        for turn, num_sms in enumerate((1, 4))
+    ],
+)
 def test_rows_of_656_bytes(case: CacheCase, num_sms: int) -> None:
     with on_cpu(seed=num_sms), running(num_sms):
         judge(build(case, torch.bfloat16), "hopper")
