@@ -10,7 +10,7 @@ import torch
 from flashtile import mods
 from flashtile.backends.gpu.decode.config import splits_keys
 from flashtile.backends.gpu.launch import Captured, compile_kernel, lower, specialise
-from flashtile.backends.portable.launches import launches
+from flashtile.backends.portable import launches
 from flashtile.mods import record
 from flashtile.mods.graph import parse, places_of
 from flashtile.mods.places import reads_pairs, tabulated, way_of

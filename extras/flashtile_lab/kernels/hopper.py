@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.backends.gpu.described import described_quantized, described_tensors
-from flashtile.backends.hopper.launches import launches
+from flashtile.backends.hopper import launches
 from flashtile.call.arguments import FLOAT8, grads_of
 from flashtile.call.backend import Direction
 from flashtile.call.problem import MaskMod, Precision, Problem, ScoreMod, described
@@ -269,7 +269,7 @@ def _adding_builds() -> list[KernelBuild]:
             chained = launch.chain_launches(
                 problem, tensors, tensors.q, None, config.choose(problem), True, False, False
             )
-            by_name = {"attention_backward": chained[1]}
+            by_name = {"attention_backward": chained["attention_backward"]}
             made += kernel_builds("hopper", "backward", problem, by_name, limits(problem), ("sums", "chain"))
         if used == {"varlen": True}:
             made += builds_of(problem, "backward")[1:]

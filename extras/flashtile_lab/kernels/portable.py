@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.backends.gpu.described import described_quantized, described_tensors
-from flashtile.backends.portable.launches import launches
+from flashtile.backends.portable import launches
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import Direction
 from flashtile.call.gpus import gpu_of

@@ -18,11 +18,11 @@ from flashtile.backends.gpu.decode import launch as decode
 from flashtile.backends.gpu.decode.config import bounded
 from flashtile.backends.gpu.launch import lower
 from flashtile.backends.gpu.trial import trial
+from flashtile.backends.hopper.decode import launch as hopper_decode
 from flashtile.backends.hopper.decode.config import choose, describe, leaves_few, runs_forward
-from flashtile.backends.hopper.decode.launch import CachedPlan
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as tiles
-from flashtile.backends.hopper.forward.launch import ForwardPlan
+from flashtile.backends.hopper.forward import launch as forward
 from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.cached_problem import bands_of, pages_of
 from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
@@ -103,12 +103,8 @@ def run(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None)
     launched = cached.cached_launch(problem, t, leaves)
     counters = torch.zeros(1, dtype=torch.int32)
     lse = torch.full(problem.lse_shape(t.q), torch.nan)
-    step = host.Step(launched, decode._OPERANDS, t.q.device)
-    host.run((step,), (
-        t.out, lse, t.q, t.k_cache, t.v_cache, t.cache_seqlens, None, t.cu_seqlens_q, t.cu_seqlens_k_new,
-        t.cache_batch_idx, t.page_table if t.page_indices is None else t.page_indices, t.alibi_slopes, t.sinks,
-        t.k_scale, t.v_scale, None, counters, None, t.causal, t.page_indptr,
-    ))  # fmt: skip
+    made = {"lse": lse, "counters": counters}
+    host.run([host.Launcher(launched, t.q.device, t, made)], t, made)
     assert counters == 0
     return lse
 
@@ -141,9 +137,8 @@ def alone(case: CacheCase, problem: Problem, tensors: CacheTensors, b: int) -> t
         band=bands_of(own, t)[b], causal_each=False, batch=1, queries=SequenceLayout(rows),
         keys=SequenceLayout(count), seqlen_q=rows, seqlen_k=count, precision=replace(problem.precision, kv=q.dtype),
     )  # fmt: skip
-    out, lse = ForwardPlan(own, Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks))(
-        Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks)
-    )
+    dense = Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks)
+    out, lse = forward.plan(own, dense)(dense)
     return out[0], lse[0]
 
 
@@ -353,7 +348,7 @@ def test_packed_steps_on_the_kernel_for_wide_groups() -> None:
     config = choose(problem, tensors)
     assert config.specialised and not runs_forward(problem, tensors)
     with on_cpu(seed=3), poisoned_memory(), mock.patch.object(decode, "multiprocessors", lambda device: 3):
-        lse = CachedPlan(problem, tensors)(tensors)
+        lse = hopper_decode.plan(problem, tensors)(tensors)
         at = 0
         for b, (_, rows, _) in enumerate(case.sequences):
             want, want_lse = alone(case, problem, tensors, b)

@@ -11,10 +11,9 @@ pytest.importorskip("triton.experimental.gluon")
 
 import flashtile
 from flashtile.backends.gpu.launch import lower
-from flashtile.backends.hopper import tensor_maps
+from flashtile.backends.hopper import launches, tensor_maps
 from flashtile.backends.hopper.backward import config as backward
 from flashtile.backends.hopper.forward import config as forward
-from flashtile.backends.hopper.launches import launches
 from flashtile.call.problem import Problem
 from flashtile.ops import dispatch
 from tests.backends.hopper.emulated import on_cpu

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.gpu.described import described_tensors
-from flashtile.backends.hopper.launches import launches
+from flashtile.backends.hopper import launches
 from flashtile.call.problem import described
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu

@@ -11,6 +11,7 @@ KERNELS = {"forward", "dkdv", "dk", "dv", "dq", "dbias", "diagonals", "quantized
 KERNELS |= {"hopper_forward", "hopper_big_heads", "hopper_backward", "hopper_big_backward", "hopper_quantized"}
 KERNELS |= {"hopper_latent"}
 _held: dict[str, Any] = {}
+_all: tuple[tuple[str, Any], ...] = ()
 
 
 @contextlib.contextmanager
@@ -19,14 +20,16 @@ def trial(**configs: Any) -> Iterator[None]:
 
     Plans of Hopper's forward and backward made before keep theirs: see ``plans.own_plans``.
     """
-    global _held
+    global _held, _all
     if not configs.keys() <= KERNELS:
         raise ValueError(f"no kernel is called {', '.join(sorted(configs.keys() - KERNELS))}")
     before, _held = _held, _held | configs
+    _all = tuple(_held.items())
     try:
         yield
     finally:
         _held = before
+        _all = tuple(_held.items())
 
 
 def tried(kernel: str) -> Any:
@@ -36,4 +39,4 @@ def tried(kernel: str) -> Any:
 
 def on_trial() -> tuple[tuple[str, Any], ...]:
     """All tiles on trial; a kernel's depend on these and the problem alone."""
-    return tuple(_held.items())
+    return _all

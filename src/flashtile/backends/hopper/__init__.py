@@ -11,6 +11,7 @@ import torch
 
 from flashtile.backends.gpu import build
 from flashtile.backends.gpu.decode.config import as_cached, splits_keys
+from flashtile.backends.gpu.launch import Launch
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import Build, Capabilities, Direction, Given, Plan
 from flashtile.call.problem import Problem, Tensors
@@ -44,18 +45,14 @@ _QUANTIZED = dataclasses.replace(
 )
 
 
-# The folder's name is the direction, or one of ``_BIG``.
-_PLANS = {
-    "forward": "ForwardPlan", "big_heads": "BigHeadsPlan", "backward": "BackwardPlan",
-    "big_backward": "BigBackwardPlan", "decode": "CachedPlan", "quantized": "QuantizedPlan",
-}  # fmt: skip
+# In place of the direction, the folder's name where head_dim is past 256.
 _BIG: dict[Direction, str] = {"forward": "big_heads", "backward": "big_backward"}
 
 
 @functools.cache
-def _plan_class(folder: str) -> Any:
+def _plan(folder: str) -> Any:
     """Kept, since an import statement takes longer, also where it finds the module loaded."""
-    return getattr(importlib.import_module(f"flashtile.backends.hopper.{folder}.launch"), _PLANS[folder])
+    return importlib.import_module(f"flashtile.backends.hopper.{folder}.launch").plan
 
 
 def _folder(problem: Problem, direction: Direction) -> str:
@@ -96,18 +93,27 @@ class _Backend:
     def plan(self, direction: Direction, problem: Problem, like: Any, given: Given = ()) -> Plan:
         if problem.device_type == "cuda":
             build.expect_compiling()
-        make = _plan_class(_folder(problem, direction))
-        if direction == "forward" and splits_keys(problem):
-            from flashtile.backends.gpu.decode.split_forward import SplitForwardPlan
-
-            return SplitForwardPlan(problem, like, _plan_class("decode"), make)
-        plan: Plan = make(problem, like, *given)
-        return plan
+        return _planned(direction, problem, like, given)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
-        from flashtile.backends.hopper.launches import launches
-
         return build.builds(launches(problem, tensors, direction))
+
+
+def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:
+    """The kernels of a direction of a call, by name, in the order in which they run."""
+    from flashtile.backends.gpu.plan import plan_launches
+
+    return plan_launches(_planned, direction, problem, tensors)
+
+
+def _planned(direction: Direction, problem: Problem, like: Any, given: Given) -> Plan:
+    make = _plan(_folder(problem, direction))
+    if direction == "forward" and splits_keys(problem):
+        from flashtile.backends.gpu.decode.split_forward import SplitForwardPlan
+
+        return SplitForwardPlan(problem, like, _plan("decode"), make)
+    plan: Plan = make(problem, like, *given)
+    return plan
 
 
 BACKEND = _Backend()

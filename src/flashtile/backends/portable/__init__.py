@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from flashtile.backends.gpu import build
 from flashtile.backends.gpu.decode import config as decode
+from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.forward import config as forward
 from flashtile.backends.portable.quantized import config as quantized
@@ -52,13 +52,11 @@ _QUANTIZED = dataclasses.replace(
 )
 
 
-# Direction -> the package whose launch module has its plan, and the plan's class.
-_PLANS: dict[Direction, tuple[str, str]] = {
-    "forward": ("portable.forward", "ForwardPlan"),
-    "backward": ("portable.backward", "BackwardPlan"),
-    "decode": ("gpu.decode", "DecodePlan"),
-    "quantized": ("portable.quantized", "QuantizedPlan"),
-}
+# Direction -> the package whose launch module has ``plan``.
+_PLANS: dict[Direction, str] = {
+    "forward": "portable.forward", "backward": "portable.backward", "decode": "gpu.decode",
+    "quantized": "portable.quantized",
+}  # fmt: skip
 
 
 class PortableBackend:
@@ -106,29 +104,34 @@ class PortableBackend:
         """
         if problem.device_type == "cuda":
             build.expect_compiling()
-        module, name = _PLANS[direction]
-        make = getattr(importlib.import_module(f"flashtile.backends.{module}.launch"), name)
-        if direction == "forward" and decode.splits_keys(problem):
-            make = functools.partial(_split_forward, regular=make)
         if direction == "decode" or not _needs_widening(problem):
-            return make(problem, like, *given)
+            return _planned(direction, problem, like, given)
         if direction == "quantized":
-            return _widened_forward(problem, make(problem.but(out_dtype=torch.float32), like))
-        plan = make(problem.but(dtype=torch.float32), like, *given)
+            return _widened_forward(problem, _planned(direction, problem.but(out_dtype=torch.float32), like, ()))
+        plan = _planned(direction, problem.but(dtype=torch.float32), like, given)
         return (_widened_forward if direction == "forward" else _widened_backward)(problem, plan)
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:
         """The builds of the direction's launches."""
-        from flashtile.backends.portable.launches import launches
-
         return build.builds(launches(problem, tensors, direction))
 
 
-def _split_forward(problem: Problem, like: Tensors, regular: Any) -> Plan:
-    from flashtile.backends.gpu.decode.launch import DecodePlan
-    from flashtile.backends.gpu.decode.split_forward import SplitForwardPlan
+def launches(problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:
+    """The kernels of a direction of a call, by name, in the order in which they run."""
+    from flashtile.backends.gpu.plan import plan_launches
 
-    return SplitForwardPlan(problem, like, DecodePlan, regular)
+    return plan_launches(_planned, direction, problem, tensors)
+
+
+def _planned(direction: Direction, problem: Problem, like: Any, given: Given) -> Plan:
+    make = importlib.import_module(f"flashtile.backends.{_PLANS[direction]}.launch").plan
+    if direction == "forward" and decode.splits_keys(problem):
+        from flashtile.backends.gpu.decode.launch import plan
+        from flashtile.backends.gpu.decode.split_forward import SplitForwardPlan
+
+        return SplitForwardPlan(problem, like, plan, make)
+    made: Plan = make(problem, like, *given)
+    return made
 
 
 def _needs_widening(problem: Problem) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,41 +10,47 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.decode.config import as_cached
-from flashtile.backends.gpu.decode.launch import DecodePlan
+from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.plan import empty
 from flashtile.call.backend import Plan
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.states import Partial
 
+# Makes a plan of a direction.
+Make = Callable[[Problem, Any], Any]
+
 
 class SplitForwardPlan:
     """The forward of calls of one kind, as ``call.backend.Forward`` says; keys are an entry of a full cache."""
 
-    def __init__(
-        self, problem: Problem, tensors: Tensors, plan: type[DecodePlan], regular: Callable[[Problem, Tensors], Plan]
-    ) -> None:
+    def __init__(self, problem: Problem, tensors: Tensors, plan: Make, regular: Make) -> None:
         """Prepares the launch.
 
         Args:
             problem: A call that ``config.splits_keys`` names.
             tensors: Tensors of its layouts.
-            plan: A backend's plan of cached calls.
+            plan: Makes a backend's plan of cached calls.
             regular: Makes its plan of regular forwards, which merges a result over other keys.
         """
-        self._problem, self._regular = problem, regular
+        self._regular = functools.partial(regular, problem)
         self._merging: Plan | None = None
-        self._out_shape = (*tensors.q.shape[:-1], problem.head_dim_v)
-        self._plan = plan(as_cached(problem), cached_tensors(tensors))
+        self._new_out = empty(tensors.q.device, (*tensors.q.shape[:-1], problem.head_dim_v), tensors.q.dtype)
+        self._plan: Any = plan(as_cached(problem), cached_tensors(tensors))
 
     def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
         """Attention's output and log-sum-exp, merged with ``partial``, those over other keys, if given."""
         if partial is not None:
-            if self._merging is None:
-                self._merging = self._regular(self._problem, tensors)
+            self._merging = self._merging or self._regular(tensors)
             merged: tuple[Tensor, Tensor] = self._merging(tensors, partial)
             return merged
-        out = tensors.q.new_empty(self._out_shape)
+        out = self._new_out()
         return out, self._plan(cached_tensors(tensors, out))
+
+    def launches(self, tensors: Tensors, *_: Any) -> dict[str, Launch]:
+        """As of ``gpu.plan.Plan``, without ``partial``."""
+        made: dict[str, Launch] = self._plan.launches(cached_tensors(tensors))
+        return made
 
 
 def cached_tensors(tensors: Tensors, out: Tensor | None = None) -> CacheTensors:

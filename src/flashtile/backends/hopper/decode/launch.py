@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode.config import Config
-from flashtile.backends.gpu.decode.launch import Bounds, DecodePlan, attention_call
+from flashtile.backends.gpu.decode.launch import (
+    Attention,
+    DecodePlan,
+    attention,
+    attention_call,
+    attention_launch,
+    plan_of,
+)
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.records import multiprocessors
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.decode.config import choose, leaves_few, runs_forward
 from flashtile.backends.hopper.device.records import Maps, Warps
@@ -18,34 +24,26 @@ from flashtile.call.problem import Problem
 wide_cache_attention = device_code("flashtile.backends.hopper.decode.kernel").wide_cache_attention
 
 
-class CachedPlan(DecodePlan):
-    """Attention over a cache on Hopper: prompts by the forward, few rows by the kernel for wide groups or Triton's."""
+def plan(problem: Problem, tensors: CacheTensors) -> DecodePlan:
+    """Attention over a cache; see ``gpu.decode.launch.plan``."""
+    return plan_of(problem, tensors, attend)
 
-    @classmethod
-    def launches(cls, problem: Problem, t: CacheTensors) -> list[tuple[Launch, int, int]]:
-        """See ``DecodePlan``."""
-        p = problem
-        if p.qv:
-            from flashtile.backends.hopper.latent import config, launch  # what few programs need is not loaded by all
 
-            return [launch.latent_launch(p, t) if config.runs(p, t) else cls._launch(p, t, portable.choose(p))]
-        if not runs_forward(p, t):
-            return [cls._launch(p, t, choose(p, t))]
-        # The forward needs no workspace, and one counter, of tiles.
-        if not leaves_few(p):
-            return [(cached_launch(p, t), 0, 1)]
-        few = cls._launch(p, t, portable.choose(p, few=True), few=True)
-        return [(cached_launch(p, t, (portable.FEW_ROWS, portable.LONG_KEYS)), 0, 1), few]
+def attend(problem: Problem, t: CacheTensors) -> list[Attention]:
+    """The launches that attend: prompts by the forward, few rows by the kernel for wide groups or Triton's."""
+    p = problem
+    if p.qv:
+        from flashtile.backends.hopper.latent import config, launch  # what few programs need is not loaded by all
 
-    @classmethod
-    def _launch(
-        cls, problem: Problem, t: CacheTensors, config: Config, *, few: bool = False
-    ) -> tuple[Launch, int, int]:
-        if not config.specialised:
-            return super()._launch(problem, t, config, few=few)
-        bounds = Bounds(problem, t, config)
-        launch = wide_launch(problem, t, config, multiprocessors(t.q.device))
-        return launch, bounds.floats, bounds.counters
+        return [launch.latent_launch(p, t) if config.runs(p, t) else attention(p, t, portable.choose(p))]
+    if not runs_forward(p, t):
+        tiles = choose(p, t)
+        return [attention(p, t, tiles, wide_launch if tiles.specialised else attention_launch)]
+    # The forward needs no workspace, and one counter, of tiles.
+    if not leaves_few(p):
+        return [Attention(cached_launch(p, t), 0, 1)]
+    few = attention(p, t, portable.choose(p, few=True), few=True)
+    return [Attention(cached_launch(p, t, (portable.FEW_ROWS, portable.LONG_KEYS)), 0, 1), few]
 
 
 def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms: int) -> Launch:
@@ -58,7 +56,9 @@ def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms
     # Boxes of pages smaller than a block are 64 columns wide.
     rows = min(config.block_n, p.keys.page_size or config.block_n)
     cols = p.head_dim if rows == config.block_n else 64
-    k, v = (tensor_maps.entries_map(name, x, rows, cols) for name, x in (("k", t.k_cache), ("v", t.v_cache)))
+    k, v = (
+        tensor_maps.entries_map(name, x, rows, cols) for name, x in (("k_cache", t.k_cache), ("v_cache", t.v_cache))
+    )
     maps = Maps(k, v, *(x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache)))
     arguments = {"call": call, "maps": maps, "warps": Warps(config.num_stages, consumer, few)}
     return Launch(wide_cache_attention, programs, arguments, {"num_warps": 4, "maxnreg": most})
