@@ -171,18 +171,16 @@ def visited(made: Intervals, seqlen: int, block: int, over_keys: bool) -> tuple[
     triton = pytest.importorskip("triton")
     del triton
     from flashtile.backends.gpu.device.intervals import FAR
-    from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
+    from flashtile.backends.gpu.intervals import Side, bounds_launch, most_bounds
     from tests.backends.hopper.emulated import on_cpu
 
     problem, t = problem_of(made, seqlen)
     side = Side(block, over_keys)
-    from flashtile.backends.gpu.host import Step, run
+    from flashtile.backends.gpu.host import Launcher, run
 
-    table = empty_bounds(most_bounds(problem, t, over_keys=over_keys), t.q)
-    assert table is not None
+    table = torch.empty(most_bounds(problem, t, over_keys=over_keys), dtype=torch.int32)
     with on_cpu(0):
-        step = Step(bounds_launch(problem, t, side), ("row_keys", "key_rows", "bounds"), t.q.device)
-        run((step,), (t.row_keys, t.key_rows, table))
+        run([Launcher(bounds_launch(problem, t, side), t.q.device, t, {"bounds": table})], t, {"bounds": table})
     blocks = full = 0
     for any_start, any_stop, all_start, all_stop in table[: 4 * -(-seqlen // block)].view(-1, 4).tolist():
         assert any_stop < FAR.value

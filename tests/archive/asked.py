@@ -59,11 +59,11 @@ def asked(arch: str) -> Iterator[dict[bytes, launch.Launch]]:
         found.setdefault(key_of(arch, text), wanted)
         return build.Build(None, (), "a test", 0, None, [])
 
-    nothing = lambda step, tensors, stream: None  # noqa: E731
+    nothing = lambda *call: None  # noqa: E731
     with (
         on_gpu(arch),
         mock.patch.object(build, "find_build", note),
-        mock.patch.object(host.Step, "start", nothing),
+        mock.patch.object(host.Launcher, "start", nothing),
     ):
         yield found
 

@@ -83,15 +83,15 @@ class Driver:
 
 @contextmanager
 def present(capability: Capability, cuda: Driver) -> Iterator[Driver]:
-    """Within, steps on CPU tensors are those of the GPU 0 with a compute capability."""
-    init = host.Step.__init__
+    """Within, launches of CPU tensors are those of the GPU 0 with a compute capability."""
+    init = host.Launcher.__init__
 
-    def on_gpu(step: Any, launch: Any, operands: Any, device: object) -> None:
-        init(step, launch, operands, torch.device("cuda", 0))
+    def on_gpu(launcher: Any, launch: Any, device: object, *operands: Any) -> None:
+        init(launcher, launch, torch.device("cuda", 0), *operands)
 
     values: list[tuple[Any, str, Any]] = [
         (driver, "library", lambda: cuda), (driver, "ensure_context", lambda device: None),
-        (build, "launcher", lambda: "driver"), (host.Step, "__init__", on_gpu),
+        (build, "launcher", lambda: "driver"), (host.Launcher, "__init__", on_gpu),
         (torch._C, "_cuda_getDevice", lambda: 0), (torch._C, "_cuda_getCurrentRawStream", lambda device: 1),
         (torch.cuda, "get_device_capability", lambda device=None: capability), (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "device", lambda device: contextlib.nullcontext()),

@@ -82,11 +82,11 @@ def _launched(
     """What a call launches, the kernels that it loads, and the code that it compiles."""
     made: list[Any] = []
     compiled: dict[bytes, bytes] = {}
-    lay_out = host.Step._lay_out
+    lay_out = host.Launcher._lay_out
 
-    def seen(step: Any, leaves: Any, layout: Any) -> None:
-        lay_out(step, leaves, layout)
-        made.append((step.kernel.__name__, step._content, step._addresses, step._numbers))
+    def seen(launcher: Any, *given: Any) -> None:
+        lay_out(launcher, *given)
+        made.append((launcher.kernel.__name__, launcher._content, launcher._offsets, launcher._write))
 
     def compile_only(launch: Launch, what: Any, device: int) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -98,7 +98,7 @@ def _launched(
 
     with monkeypatch.context() as patched, on_gpu(arch) as cuda:
         patched.setattr(build, "_builds", {})
-        patched.setattr(host.Step, "_lay_out", seen)
+        patched.setattr(host.Launcher, "_lay_out", seen)
         patched.setattr(build, "load", compile_only)
         _with(patched, place)
         call()
@@ -197,7 +197,7 @@ def test_what_a_run_misses_is_written_down(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("FLASHTILE_RECORD", str(tmp_path / "missed"))
     monkeypatch.setattr(build, "load", lambda launch, what, device: None)
     monkeypatch.setattr(build, "make_build", lambda what, compiled: build.Build(None, (), "a test", 0, None, []))
-    monkeypatch.setattr(host.Step, "start", lambda step, tensors, stream: None)
+    monkeypatch.setattr(host.Launcher, "start", lambda *call: None)
     _with(monkeypatch, "off")
     with present((8, 0), Driver()):
         attend((8, 0), **CALL)
@@ -246,7 +246,7 @@ def _compiled_with(
         return build.Build(None, (), "a test", 0, None, [])
 
     monkeypatch.setattr(build, "_compiled", note)
-    monkeypatch.setattr(host.Step, "start", lambda step, tensors, stream: None)
+    monkeypatch.setattr(host.Launcher, "start", lambda *call: None)
     _with(monkeypatch, place)
     with warnings.catch_warnings(record=True) as seen, present(capability, Driver(refuses)):
         warnings.simplefilter("always")
@@ -313,7 +313,7 @@ def _texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
         patched.setattr(archive, "look_up", seen)
         patched.setattr(archive, "archives", lambda: (None,))
         patched.setattr(build, "_compiled", lambda launch, device: build.Build(None, (), "a test", 0, None, []))
-        patched.setattr(host.Step, "start", lambda step, tensors, stream: None)
+        patched.setattr(host.Launcher, "start", lambda *call: None)
         with present((8, 0), Driver()):
             attend((8, 0), **CALL)
     return found

@@ -54,7 +54,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(build, "_builds", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(host.Step, "start", lambda step, tensors, stream: None)
+    monkeypatch.setattr(host.Launcher, "start", lambda *call: None)
     monkeypatch.setattr(build, "load", lambda launch, what, device: None)
     monkeypatch.setattr(build, "make_build", lambda what, compiled: build.Build(None, (), "a test", 0, None, []))
     for name in ("TRITON_INTERPRET", "FLASHTILE_RECORD"):

@@ -102,19 +102,24 @@ def _list(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, list[str]] = {}
     launches: list[launch.Launch] = []
 
-    def keep(step: Any, given: launch.Launch, operands: object, device: object) -> None:
-        step.device = None
+    def keep(launcher: Any, given: launch.Launch, *call: object) -> None:
+        launcher.device = None
         launches.append(given)
 
-    patches: list[tuple[Any, str, Any]] = [(host.Step, "__init__", keep)]
-    places = (plain, "assert_right"), (plain, "assert_forward_right"), (cached, "judge_results"), (host.Step, "start")
+    patches: list[tuple[Any, str, Any]] = [(host.Launcher, "__init__", keep)]
+    places = (
+        (plain, "assert_right"),
+        (plain, "assert_forward_right"),
+        (cached, "judge_results"),
+        (host.Launcher, "start"),
+    )
     patches += [(place, name, lambda *given, **named: None) for place, name in places]
     with ExitStack() as entered:
         for patch in patches:
             entered.enter_context(mock.patch.object(*patch))
         for item in _share(args):
             # Nothing has written the numbers that are judged; a launch that is missed for it fails where it runs.
-            merge._step.cache_clear()
+            merge._plan.cache_clear()
             with suppress(Exception, pytest.fail.Exception), plans.own_plans():
                 item.judge(item.make())
             found[item.name] = list({ahead.as_json(each): None for each in launches if each.programs})

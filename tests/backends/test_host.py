@@ -19,8 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
 from flashtile.backends.gpu import build, driver, host, launch
-from flashtile.backends.gpu.host import Step
-from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
+from flashtile.backends.gpu.host import Launcher
+from flashtile.backends.gpu.launch import Captured, Const, Launch, Pointer, TensorMap, pointer
+from flashtile.backends.gpu.plan import Plan
 
 
 class Matrix(NamedTuple):
@@ -124,12 +125,25 @@ def _launch(x: torch.Tensor, rows: Any = 17, stride: int = 0, offset: int = 0) -
     return Launch(scaled_copy, 5 + offset // 16, arguments, {"num_warps": 8})
 
 
+class Given(NamedTuple):
+    """A call's record of tensors."""
+
+    x: Any
+    numbers: Any = (1.5, 2**40 + 7)
+    tensors: Any = ()
+    out: Any = None  # what a plan makes comes first
+
+
+def _launcher(made_of: Launch) -> Launcher:
+    return Launcher(made_of, torch.device("cuda", 0), Given(torch.zeros(1)), {"out": torch.zeros(1)})
+
+
 def test_the_driver_finds_every_parameter_where_the_kernel_wants_it(fake: Driver) -> None:
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
-    step = Step(_launch(x), ("out", "x"), torch.device("cuda", 0))
-    assert step._spare is step._build.layout.spare
     out = torch.zeros(64)
-    host.run([step], (out, x))
+    launcher = _launcher(_launch(x))
+    assert launcher._spare is launcher._build.layout.spare
+    host.run([launcher], Given(x), {"out": out})
     (seen,) = fake.launched
     assert seen["sizes"][:3] == [5, 1, 1] and seen["sizes"][3] == 256 and seen["sizes"][4:6] == [1, 1]
     assert (seen["stream"], seen["attributes"], seen["function"]) == (0x1234_5678_9ABC, (0, 0), 77)
@@ -144,11 +158,11 @@ def test_the_driver_finds_every_parameter_where_the_kernel_wants_it(fake: Driver
 def test_other_memory_and_other_threads_blocks(fake: Driver) -> None:
     x, y = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2))
     out = torch.zeros(64)
-    step = Step(_launch(x), ("out", "x"), torch.device("cuda", 0))
-    spare = step._spare.pop() if step._spare else step._build.layout.block()
-    host.run([step], (out, y))
-    step._spare.append(spare)
-    host.run([step], (out, x))
+    launcher = _launcher(_launch(x))
+    spare = launcher._spare.pop() if launcher._spare else launcher._build.layout.block()
+    host.run([launcher], Given(y), {"out": out})
+    launcher._spare.append(spare)
+    host.run([launcher], Given(x), {"out": out})
     addresses = [struct.unpack("<Q", seen["values"][0][:8])[0] for seen in fake.launched]
     assert addresses == [y.data_ptr(), x.data_ptr()]
     assert fake.launched[0]["values"][5:] != fake.launched[1]["values"][5:]
@@ -168,9 +182,9 @@ def test_names_and_types_of_leaves(fake: Driver) -> None:
 
 
 def test_lengths_need_no_build_and_dtypes_strides_and_addresses_do(fake: Driver) -> None:
-    device, wide = torch.device("cuda", 0), torch.zeros(200, 64, dtype=torch.bfloat16)
+    wide = torch.zeros(200, 64, dtype=torch.bfloat16)
     for rows in (17, 18, 1, 16, 4096, 2**31 - 1):
-        Step(_launch(wide[: 64 + rows % 7], rows), ("out", "x"), device)
+        _launcher(_launch(wide[: 64 + rows % 7], rows))
     assert len(build._builds) == 1
     others = [
         _launch(wide.half()), _launch(wide, 2**31), _launch(wide, stride=72), _launch(wide, stride=1),
@@ -178,7 +192,7 @@ def test_lengths_need_no_build_and_dtypes_strides_and_addresses_do(fake: Driver)
         _launch(wide)._replace(options={"num_warps": 4}),
     ]  # fmt: skip
     for other in others:
-        Step(other, ("out", "x"), device)
+        _launcher(other)
     # Strides of 72 and 1 are both no multiples of 16, and neither is a constant.
     assert len(build._builds) == len(others)
 
@@ -197,37 +211,93 @@ def test_equal_keys_are_equal_specialisations(fake: Driver) -> None:
     assert len(by_key) == len({repr(what) for what in by_key.values()}) == 12
 
 
-def test_steps_of_other_lengths_in_other_threads(fake: Driver) -> None:
-    """They share blocks: what the driver reads is of one step, whole."""
-    device, operands, at_once = torch.device("cuda", 0), ("out", "x"), 4
-    wide = torch.zeros(200, 64, dtype=torch.bfloat16)
-    steps = [Step(_launch(wide, rows, 64, 16 * (rows % 3)), operands, device) for rows in range(100, 100 + at_once)]
-    tensors = [(torch.zeros(64), torch.zeros(64, 64, dtype=torch.bfloat16)) for _ in steps]
+def test_launches_of_other_lengths_in_other_threads(fake: Driver) -> None:
+    """They share blocks: what the driver reads is of one launch, whole."""
+    at_once, wide = 4, torch.zeros(200, 64, dtype=torch.bfloat16)
+    made = [_launcher(_launch(wide, rows, 64, 16 * (rows % 3))) for rows in range(100, 100 + at_once)]
+    tensors = [(torch.zeros(64), torch.zeros(64, 64, dtype=torch.bfloat16)) for _ in made]
+
+    def start(n: int) -> None:
+        out, x = tensors[n % at_once]
+        host.run([made[n % at_once]], Given(x), {"out": out})
+
     with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(lambda n: host.run([steps[n % at_once]], tensors[n % at_once]), range(400)))
-    assert len(build._builds) == 1 and len(fake.launched) == 400 and len(steps[0]._build.layout.spare) <= at_once
-    for n, (step, (out, x)) in enumerate(zip(steps, tensors, strict=True)):
+        list(pool.map(start, range(400)))
+    assert len(build._builds) == 1 and len(fake.launched) == 400 and len(made[0]._build.layout.spare) <= at_once
+    for n, (launcher, (out, x)) in enumerate(zip(made, tensors, strict=True)):
         mine = [seen for seen in fake.launched if seen["values"][6] == struct.pack("<i", 100 + n)]
         assert len(mine) == 100
         for seen in mine:
             addresses = seen["values"][0][:8] + seen["values"][5] + seen["values"][9]
             offset = 16 * ((100 + n) % 3)
             assert addresses == struct.pack("<QQQ", x.data_ptr(), x.data_ptr(), out.data_ptr() + offset)
-            assert seen["sizes"][0] == step.programs
+            assert seen["sizes"][0] == launcher.programs
+
+
+@pytest.mark.parametrize("name", ["k", "made", "dq", "tensors[0]", "numbers[2]"])
+def test_operands_that_no_record_has_are_refused_before_a_launch(fake: Driver, name: str) -> None:
+    """A wrong name, one that is None, a tensor and a number of a tuple that are not there."""
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+    wrong = _launch(x)._replace(arguments={**_launch(x).arguments, "out_ptr": Pointer(torch.float32, name)})
+    made: dict[str, Any] = {"dq": None}
+    for device in ("cuda:0", "cpu"):
+        with pytest.raises(LookupError, match="scaled_copy has an operand|out of range"):
+            Launcher(wrong, torch.device(device), Given(x), made)
+    plan = Plan(torch.device("cuda", 0), lambda *_: ({}, {"scaled_copy": wrong}))
+    with pytest.raises(LookupError):
+        plan.run(Given(x), made)
+    assert not fake.launched and not build._builds
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_operands_are_found_by_name(fake: Driver, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields, one of several, what a plan makes, and numbers; two addresses of each, one with an offset."""
+    kinds = {"x": torch.bfloat16, "tensors[1]": torch.int32, "out": torch.float32}
+    leaves = {f"{name} {at}": Pointer(dtype, name, at) for name, dtype in kinds.items() for at in (0, 32)}
+    leaves |= {f"n{n}": Captured(f"numbers[{n}]", kind) for n, kind in enumerate(("fp64", "i64"))}
+    what = {name: "*i8" if isinstance(leaf, Pointer) else leaf.kind for name, leaf in leaves.items()}
+    layout = driver.BlockLayout(what, 32, 0)
+    places = [(layout.words[name] if isinstance(leaf, Pointer) else None, None) for name, leaf in leaves.items()]
+    made_of = Launch(SimpleNamespace(__name__="f", arg_names=list(leaves)), 1, leaves, {})
+    found = build.Build(None, tuple(leaves), None, 7, layout, places)
+    monkeypatch.setattr(build, "find_build", lambda *given: found)
+    monkeypatch.setattr(host, "interpret", lambda launched: fake.by_triton.append(launched.arguments))
+    fake.sizes = [driver.SIZES[code] for codes in layout.formats.values() for code in codes]
+    calls = []
+    for n in (1, 2):
+        x, *several = torch.zeros(3, 64, dtype=torch.int32)
+        given = Given(x.view(torch.bfloat16), (n + 0.5, -n), several, out=torch.zeros(64))
+        calls.append((given, {"out": torch.zeros(64)}))
+    launcher = Launcher(made_of, torch.device(device), *calls[0])
+    for tensors, made in calls:
+        host.run([launcher], tensors, made)
+        if device == "cpu":
+            seen = fake.by_triton.pop()
+            addresses = [seen[name].data_ptr() for name in leaves if name[0] != "n"]
+            assert [seen["n0"], seen["n1"]] == list(tensors.numbers)
+        else:
+            values = fake.launched.pop()["values"]
+            addresses = [struct.unpack("<Q", value)[0] for value in values[:6]]
+            assert (struct.unpack("<d", values[6]), struct.unpack("<q", values[7])) == (
+                (tensors.numbers[0],), (tensors.numbers[1],)
+            )  # fmt: skip
+        assert addresses == [
+            x.data_ptr() + offset for x in (tensors.x, tensors.tensors[1], made["out"]) for offset in (0, 32)
+        ]
 
 
 def test_a_refusal_of_the_driver_has_its_name(fake: Driver) -> None:
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
-    step = Step(_launch(x), ("out", "x"), torch.device("cuda", 0))
+    launcher = _launcher(_launch(x))
     fake.status = 700
     with pytest.raises(driver.DriverError, match=r"launch of scaled_copy: CUDA_ERROR_OF_THE_TEST \(700\)"):
-        host.run([step], (torch.zeros(64), x))
+        host.run([launcher], Given(x), {"out": torch.zeros(64)})
 
 
 def test_an_unknown_kernel_interface_is_left_to_triton(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "layout", lambda signature: {"x": "Q"})
     x, out = torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64)
-    host.run([Step(_launch(x, offset=16), ("out", "x"), torch.device("cuda", 0))], (out, x))
+    host.run([_launcher(_launch(x, offset=16))], Given(x), {"out": out})
     ((grid, (desc, *leaves, behind), stream),) = fake.by_triton
     assert grid == (6, 1, 1) and stream == 0x1234_5678_9ABC and fake.launched == []
     assert desc.base is x and leaves[0] is x and leaves[1:] == [17, 64, 0.25]

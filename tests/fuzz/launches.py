@@ -1,7 +1,7 @@
 """What a GPU would be asked to start for a drawn call: the plans of its backends, run on tensors without data.
 
-A plan on the meta device goes all the way to ``host.Step``, which is given every launch; here it keeps them and starts
-none.
+A plan on the meta device goes all the way to ``host.Launcher``, which is given every launch; here it looks for their
+operands, keeps them and starts none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu import host
-from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.launch import Launch, lower
 from flashtile.call.arguments import FLOAT8, Tensors
 from flashtile.call.backend import Backend, Chain, Direction, Gradients
 from flashtile.call.problem import Problem
@@ -73,20 +73,21 @@ def started(call: Drawn, capability: Capability) -> list[Started]:
 
 @contextmanager
 def recorded(capability: Capability) -> Iterator[list[Launch]]:
-    """Within, steps are not started but listed."""
+    """Within, launches are not started but listed."""
     from flashtile.backends.gpu.decode import launch as decode
     from flashtile.backends.gpu.decode import merge
     from flashtile.backends.portable.rounding import launch as quantizer
 
     found: list[Launch] = []
 
-    def keep(step: Any, launch: Launch, operands: object, device: object) -> None:
-        step.device = None
+    def keep(launcher: Any, launch: Launch, device: object, *operands: Any) -> None:
+        launcher.device = None
+        host.sources_of(launch, lower(launch)[1], *operands)
         found.append(launch)
 
     patches: list[tuple[Any, str, Any]] = [
-        (host.Step, "__init__", keep),
-        (host.Step, "start", lambda step, tensors, stream: None),
+        (host.Launcher, "__init__", keep),
+        (host.Launcher, "start", lambda *call: None),
         (decode, "multiprocessors", lambda device: _SMS),
         (quantizer, "compute_capability", lambda device: capability),
     ]
@@ -99,8 +100,8 @@ def recorded(capability: Capability) -> Iterator[list[Launch]]:
         for place, name, value in patches:
             entered.enter_context(mock.patch.object(place, name, value))
         yield found
-    # It keeps steps.
-    merge._step.cache_clear()
+    # It keeps launchers.
+    merge._plan.cache_clear()
 
 
 def _backends(problem: Problem, direction: Direction) -> list[Backend]:
@@ -138,8 +139,9 @@ def _of_plain(call: Drawn, capability: Capability) -> Parts:
     lse = t.q.new_empty(problem.lse_shape(t.q), dtype=problem.lse_dtype)
     dlse = lse.new_empty(lse.shape) if call.case.lse_grad else None
     for backend in _backends(problem, "backward"):
-        backend.plan("backward", problem, t, (dout, dlse))(t, out, lse, dout, dlse)
-        yield backend.name, "backward", traits(problem), problem
+        for each, share in dispatch.shares(backend, problem, "backward"):
+            each.plan("backward", share, t, (dout, dlse))(t, out, lse, dout, dlse)
+            yield each.name, "backward", traits(share), share
 
 
 def _of_pieces(call: Drawn, capability: Capability) -> Parts:
@@ -168,8 +170,12 @@ def _of_pieces(call: Drawn, capability: Capability) -> Parts:
     dout, lse = t.q.new_empty(partial.out.shape), partial.lse
     for backend in _backends(problem, "backward"):
         for sums in (None, Gradients(*(empty(*x.shape) for x in (t.q, t.k, t.v)))):
-            backend.plan("backward", problem, t, (dout, None))(t, dout, lse, dout, None, sums)
-            yield backend.name, "backward", traits(problem, ("sums",) if sums else ()), problem
+            (_, main), *rest = dispatch.shares(backend, problem, "backward")
+            backend.plan("backward", main, t, (dout, None))(t, dout, lse, dout, None, sums)
+            yield backend.name, "backward", traits(main, ("sums",) if sums else ()), main
+            for each, share in rest:
+                each.plan("backward", share, t, (dout, None))(t, dout, lse, dout, None)
+                yield each.name, "backward", traits(share), share
         yield from _of_chain(backend, problem, t, dout, lse)
 
 
@@ -254,5 +260,7 @@ def merging(dims: tuple[int, ...] = (16, 33, 64, 128, 192, 256)) -> list[Launch]
     pairs = itertools.product((torch.bfloat16, torch.float16, torch.float32), repeat=2)
     with recorded(None) as found:
         for dim, (a, b) in zip(itertools.cycle(dims), pairs, strict=False):
-            merge._step(torch.Size((2, 100, 8, dim)), a, b, torch.device("meta"))
+            lse = torch.empty(2, 8, 100, device="meta")
+            x, y = (torch.empty(2, 100, 8, dim, dtype=dtype, device="meta") for dtype in (a, b))
+            merge.merge(x, lse, y, lse)
     return found

@@ -204,7 +204,7 @@ def test_a_sequence_of_nan_stays_within_its_coordinates(seed: int) -> None:
     call = build(case, torch.bfloat16)
     tensors = dataclasses.replace(call.tensors, **{name: x.detach().clone() for name, x in call.leaves.items()})
     with hopper.on_cpu(Options(seed=seed), 1 + seed), poisoned_memory():
-        plan = launch.ForwardPlan(call.problem, tensors)
+        plan = launch.plan(call.problem, tensors)
         clean, clean_lse = plan(tensors)
         for x, start in ((tensors.q, 40), (tensors.k, 133), (tensors.v, 133)):
             x[start : start + 150] = torch.nan

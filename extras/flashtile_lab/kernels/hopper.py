@@ -271,7 +271,7 @@ def _adding_builds() -> list[KernelBuild]:
             chained = launch.chain_launches(
                 problem, tensors, tensors.q, None, config.choose(problem), True, False, False
             )
-            by_name = {"attention_backward": chained[1]}
+            by_name = {"attention_backward": chained["attention_backward"]}
             made += kernel_builds("hopper", "backward", problem, by_name, limits(problem), ("sums", "chain"))
         if used == {"varlen": True}:
             made += builds_of(problem, "backward")[1:]

@@ -20,7 +20,7 @@ from flashtile.backends.gpu.launch import lower
 from flashtile.backends.hopper import BACKEND
 from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as tiles
-from flashtile.backends.hopper.forward.launch import ForwardPlan
+from flashtile.backends.hopper.forward import launch as forward
 from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.cached_problem import bands_of, pages_of
 from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
@@ -101,12 +101,8 @@ def run(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None)
     launched = cached.cached_launch(problem, t, leaves)
     counters = torch.zeros(1, dtype=torch.int32)
     lse = torch.full(problem.lse_shape(t.q), torch.nan)
-    step = host.Step(launched, decode._OPERANDS, t.q.device)
-    host.run((step,), (
-        t.out, lse, t.q, t.k_cache, t.v_cache, t.cache_seqlens, None, t.cu_seqlens_q, t.cu_seqlens_k_new,
-        t.cache_batch_idx, t.page_table if t.page_indices is None else t.page_indices, t.alibi_slopes, t.sinks,
-        t.k_scale, t.v_scale, None, counters, None, t.causal, t.page_indptr,
-    ))  # fmt: skip
+    made = {"lse": lse, "counters": counters}
+    host.run([host.Launcher(launched, t.q.device, t, made)], t, made)
     assert counters == 0
     return lse
 
@@ -139,9 +135,8 @@ def alone(case: CacheCase, problem: Problem, tensors: CacheTensors, b: int) -> t
         band=bands_of(own, t)[b], causal_each=False, batch=1, queries=SequenceLayout(rows),
         keys=SequenceLayout(count), seqlen_q=rows, seqlen_k=count, precision=replace(problem.precision, kv=q.dtype),
     )  # fmt: skip
-    out, lse = ForwardPlan(own, Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks))(
-        Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks)
-    )
+    dense = Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks)
+    out, lse = forward.plan(own, dense)(dense)
     return out[0], lse[0]
 
 

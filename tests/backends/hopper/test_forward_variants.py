@@ -73,7 +73,7 @@ def test_bits_do_not_depend_on_the_configuration(case: Case) -> None:
     first = None
     for seed, config in enumerate(_variants(case)):
         with on_cpu(seed, 1 + seed % 5), torch.no_grad():
-            out, lse = launch.ForwardPlan(call.problem, call.tensors, config)(call.tensors)
+            out, lse = launch.plan(call.problem, call.tensors, config)(call.tensors)
         if first is None:
             assert_forward_right(call, out, lse)
             first = out, lse
@@ -91,11 +91,11 @@ def test_bits_do_not_depend_on_what_shares_a_tile(case: Case) -> None:
     if case.head_dim == 64 and case.window == (None, None):
         table.append(tiles.with_pack_gqa(tiles.THREE_WARPGROUPS_64, 16))
     with on_cpu(0, 3), torch.no_grad():
-        out, lse = launch.ForwardPlan(call.problem, call.tensors, alone)(call.tensors)
+        out, lse = launch.plan(call.problem, call.tensors, alone)(call.tensors)
     assert_forward_right(call, out, lse)
     for seed, config in enumerate(table):
         with on_cpu(seed, 1 + seed % 4), torch.no_grad():
-            got, got_lse = launch.ForwardPlan(call.problem, call.tensors, config)(call.tensors)
+            got, got_lse = launch.plan(call.problem, call.tensors, config)(call.tensors)
         assert torch.equal(got, out), config
         assert torch.equal(got_lse, lse), config
 
@@ -108,6 +108,6 @@ def test_the_counter_of_tiles_is_left_at_zero(case: Case, num_sms: int) -> None:
     config = dataclasses.replace(tiles.choose(call.problem), dynamic=True)
     for seed in range(3):
         with on_cpu(seed, num_sms), torch.no_grad():
-            launch.ForwardPlan(call.problem, call.tensors, config)(call.tensors)
+            launch.plan(call.problem, call.tensors, config)(call.tensors)
         counter = launch.counter(call.tensors.q.device)
         assert counter.item() == 0

@@ -160,7 +160,7 @@ def test_configurations_of_a_head_dim_give_the_same_bits(dim: int, dim_v: int, b
     q, k, v = (torch.randn(3, 1500, 8, n, device="cuda", dtype=torch.bfloat16) for n in (dim, dim, dim_v))
     tensors = Tensors(q, k, v)
     problem = banded_problem(tensors, band)
-    results = [launch.ForwardPlan(problem, tensors, config)(tensors) for config in table]
+    results = [launch.plan(problem, tensors, config)(tensors) for config in table]
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])

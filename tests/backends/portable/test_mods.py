@@ -75,14 +75,15 @@ def test_repeatable_sums_by_place_are_right() -> None:
     """Of magnitudes far apart, in whatever order."""
     call = with_functions(replace(DENSE, deterministic=True), "graphormer", None, torch.float32)
     share = operands.shares_of(call.problem, call.tensors)[0]
-    sums = operands.new_sums(call.problem, call.tensors, share)
-    assert [x.dtype for x in sums] == [torch.int64, torch.int32]
-    values = torch.randn(sums[0].numel()).double() * torch.logspace(-9, 9, sums[0].numel())
+    made = {name: allocate() for name, allocate in operands.memory_of(call.problem, call.tensors, share).items()}
+    sums, largest = made.values()
+    assert (sums.dtype, largest.dtype) == (torch.int64, torch.int32)
+    values = torch.randn(sums.numel()).double() * torch.logspace(-9, 9, sums.numel())
     greatest = values.float().abs().view(torch.int32)
     units = torch.exp2((61 - 34 - ((greatest >> 23) - 127)).double())
-    sums[0].copy_((values * units).long())
-    sums[1].copy_(greatest)
-    found = operands.gradient_of(call.problem, call.tensors, share, sums)
+    sums.copy_((values * units).long())
+    largest.copy_(greatest)
+    found = operands.gradient_of(call.problem, call.tensors, share, made)
     torch.testing.assert_close(found.flatten().double(), values, rtol=1e-6, atol=0)
 
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from flashtile.backends.gpu.host import Step, run
+from flashtile.backends.gpu.host import Launcher, run
 from flashtile.backends.portable import repair
 from flashtile.call.problem import Tensors
 from flashtile.core import settings
@@ -36,9 +36,9 @@ def test_rows_that_are_lost_and_no_others() -> None:
     lse[..., 0] = want_lse
     lse[:, :, 3, 0], lse[:, :, 21, 0] = -torch.inf, torch.nan
     out[:, 5] = torch.nan
-    names = ("q", "k", "v", "out", "lse", "bias")
-    steps = [Step(each, names, q.device) for each in repair.forward_launches(problem, tensors).values()]
-    run(steps, (q, k, v, out, lse, bias))
+    made = {"out": out, "lse": lse}
+    launches = repair.forward_launches(problem, tensors).values()
+    run([Launcher(each, q.device, tensors, made) for each in launches], tensors, made)
     rows = [*lost, 5]
     assert (out[:, rows] - want[:, rows]).abs().max() < 1e-5
     others = [row for row in range(200) if row not in rows]

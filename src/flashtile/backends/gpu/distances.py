@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flashtile.backends.gpu.device.records import SLACK, DistanceTable, Tabulated
 from flashtile.backends.gpu.functions import module_of, operands_of
@@ -33,13 +32,12 @@ def table_of(problem: Problem) -> DistanceTable | None:
     return DistanceTable(Pointer(torch.float32, "distances"), batch, problem.num_heads_q, size, before)
 
 
-def new_table(problem: Problem, like: Tensor) -> Tensor | None:
-    """Memory for a call's table."""
-    table = table_of(problem)
-    if table is None:
+def table_numbers(problem: Problem) -> int | None:
+    """Float32 numbers of a call's table; None if it has none."""
+    table, key = table_of(problem), problem.score_function
+    if table is None or key is None:
         return None
-    values = len(tabulated(problem.score_function.graph))  # type: ignore[union-attr]
-    return like.new_empty(values * table.batch * table.heads * table.size, dtype=torch.float32)
+    return len(tabulated(key.graph)) * table.batch * table.heads * int(table.size)
 
 
 def table_launches(problem: Problem, t: Any) -> dict[str, Launch]:

@@ -211,7 +211,7 @@ class BlockLayout:
         self._threads, self._shared_bytes = threads, shared_bytes
         end = _CONFIG.size
         self.words: dict[str, int] = {}
-        self.spare: list[Block] = []
+        self.spare: list[ArgBlock] = []
         self._offsets: list[int] = []
         packing = _CONFIG.format
         for name, codes in self.formats.items():
@@ -228,15 +228,15 @@ class BlockLayout:
         """A launch's content: these parameters, tensor maps as bytes; addresses are still to be written."""
         return self._content.pack(programs, 1, 1, self._threads, 1, 1, self._shared_bytes, 0, 0, 0, *values)
 
-    def block(self) -> Block:
+    def block(self) -> ArgBlock:
         """A new block, without content."""
         size, count = self._content.size, len(self._offsets)
         view, base = _aligned_memory(size + 8 * count)
         struct.pack_into(f"<{count}Q", view, size, *[base + offset for offset in self._offsets])
-        return Block(view[:size].cast("Q"), view[:size], base, base + size)
+        return ArgBlock(view[:size].cast("Q"), view[:size], base, base + size)
 
 
-class Block:
+class ArgBlock:
     """The memory block that one launch passes to the driver.
 
     Attributes:

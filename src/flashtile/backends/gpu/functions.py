@@ -72,7 +72,7 @@ def operands_of(function: Function, first_number: int = 0) -> Operands:
     """Leaves for what a mod reads."""
     tensors = tuple(_operand(x, function.first + n) for n, x in enumerate(function.operands))
     kinds = {"f": "fp64", "i": "i64"}
-    numbers = tuple(Captured(f"number{first_number + n}", kinds[k]) for n, k in enumerate(function.graph.numbers))
+    numbers = tuple(Captured(f"numbers[{first_number + n}]", kinds[k]) for n, k in enumerate(function.graph.numbers))
     return Operands(tensors or None, numbers or None)
 
 
@@ -81,4 +81,4 @@ def _operand(x: Tensor, place: int) -> Operand:
     # Of address and strides nothing is assumed but that elements of a row are beside one another, so that other
     # lengths and views need no build of their own. ``inside_by_key`` relies on the addresses.
     steps = tuple(Const(1) if d == x.dim() - 1 and step == 1 else step for d, step in enumerate(x.stride()))
-    return Operand(Pointer(dtype, f"operand{place}", 0, False), tuple(x.shape), steps)
+    return Operand(Pointer(dtype, f"operands[{place}]", 0, False), tuple(x.shape), steps)

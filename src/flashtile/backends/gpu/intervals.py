@@ -96,11 +96,6 @@ def most_bounds(problem: Problem, t: Tensors, *, over_keys: bool = False) -> int
     return 4 * batch * heads * tiles
 
 
-def empty_bounds(numbers: int, like: Tensor) -> Tensor:
-    """Memory for so many numbers, which may be none."""
-    return torch.empty(numbers, dtype=torch.int32, device=like.device)
-
-
 def _used(problem: Problem, t: Tensors, over_keys: bool) -> tuple[Tensor | None, Tensor | None]:
     """row_keys and key_rows that a kernel reads: where both say the same, those of its tiles."""
     if not problem.mask_mod.mirrored:

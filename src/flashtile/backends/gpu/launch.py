@@ -44,7 +44,8 @@ class Pointer(NamedTuple):
 
     Attributes:
         dtype: Of its elements.
-        operand: The step's operand that contains it.
+        operand: The operand that contains it: a field of a call's record of tensors, ``operands[0]`` for one of a
+            tuple, or a name of what a plan makes; see ``host.Launcher``.
         offset: Bytes from the operand's first element, a multiple of 16.
         aligned: Whether the address is a multiple of 16, as that of newly allocated memory is.
     """
@@ -64,11 +65,11 @@ class Captured(NamedTuple):
     """A number of a call that is written into the block at each launch, as 64 bits.
 
     Attributes:
-        name: The step's operand that it is.
+        operand: As in ``Pointer``.
         kind: "fp64" or "i64".
     """
 
-    name: str
+    operand: str
     kind: str
 
 
@@ -149,7 +150,8 @@ class Launch(NamedTuple):
 
 # What a leaf's field says of it.
 _NUMBER, _STRIDE, _CONSTANT = range(3)
-_LEAVES = (Pointer, TensorMap, Const, Captured)
+OPERANDS = (Pointer, TensorMap, Captured)
+_LEAVES = (*OPERANDS, Const)
 
 
 def _rule(name: str) -> int:
@@ -247,7 +249,7 @@ def with_functions(launch: Launch) -> Launch:
 
 def _mapped(name: str, value: Any, rule: int, leaf: Callable[[str, Any, bool], Any]) -> Any:
     if rule == _CONSTANT or not isinstance(value, tuple):
-        is_memory = isinstance(value, Tensor) or hasattr(value, "base")  # once a step has put them in their places
+        is_memory = isinstance(value, Tensor) or hasattr(value, "base")  # once a launcher has put them in their places
         return leaf(name, value, rule == _CONSTANT or not (is_memory or type(value) in (int, float)))
     if isinstance(value, _LEAVES):
         return leaf(name, value, isinstance(value, Const))

@@ -73,25 +73,7 @@ def alibi_of(problem: Problem, slopes: Tensor | None) -> Mod | None:
     if slopes is None:
         return None
     stride = problem.num_heads_q if slopes.dim() == 2 else 0
-    return Mod(mods.alibi, None, mods.slope_of_head, Alibi(pointer(slopes, "alibi"), stride))
-
-
-def operand_names(t: Any) -> tuple[str, ...]:
-    """The names under which a step finds what mods read."""
-    tensors = tuple(f"operand{n}" for n in range(len(t.operands or ())))
-    return (*tensors, *(f"number{n}" for n in range(len(t.numbers or ()))), "distances")
-
-
-def read_by_mods(t: Any, problem: Problem | None = None) -> tuple[Any, ...]:
-    """What a step finds under these names; of the problem memory for a table of distances, if there is one."""
-    if t.operands is None:
-        return (None,)
-    table = None
-    if problem is not None and problem.score_function is not None:
-        from flashtile.backends.gpu.distances import new_table  # what few programs need is not loaded by all
-
-        table = new_table(problem, t.q)
-    return (*t.operands, *(t.numbers or ()), table)
+    return Mod(mods.alibi, None, mods.slope_of_head, Alibi(pointer(slopes, "alibi_slopes"), stride))
 
 
 def table_launches(problem: Problem, t: Any) -> dict[str, Launch]:

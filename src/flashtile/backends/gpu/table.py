@@ -16,6 +16,7 @@ from flashtile.call.backend import Build, Capabilities, Direction, Given, Limit,
 from flashtile.call.problem import Problem, SequenceLayout
 
 if TYPE_CHECKING:
+    from flashtile.backends.gpu.decode.launch import Attention
     from flashtile.backends.gpu.launch import Launch
 
 
@@ -37,7 +38,6 @@ class Kernel:
         direction: The direction.
         package: Where its modules ``config`` and ``launch`` are, below ``flashtile.backends``. They are loaded late.
         text: What ``explain`` says of it, with {} for its tiles.
-        plan: The name in ``launch`` of the class of its plans.
         takes: Whether it is meant for a call.
         reasons: What keeps a call that it is meant for from it.
         reads: Whether its loads can address a call's tensors.
@@ -47,7 +47,6 @@ class Kernel:
     direction: Direction
     package: str
     text: str = "{}"
-    plan: str = ""
     takes: Callable[[Problem], bool] = lambda problem: True
     reasons: Callable[[Problem], list[str]] = lambda problem: []
     reads: Callable[[Problem, Any], bool] = lambda problem, tensors: True
@@ -62,22 +61,8 @@ class Kernel:
 
     def make(self, table: GpuBackend, problem: Problem, like: Any, *given: Any) -> Plan:
         """The plan of a call; see ``Backend.plan``."""
-        plan: Plan = getattr(module(f"{self.package}.launch"), self.plan)(problem, like, *given)
+        plan: Plan = module(f"{self.package}.launch").plan(problem, like, *given)
         return plan
-
-    def launches(self, table: GpuBackend, problem: Problem, tensors: Any) -> dict[str, Launch]:
-        """The launches of a call by name, in order."""
-        made: dict[str, Launch] = module(f"{self.package}.launch").launches(problem, tensors, self.choose(problem))
-        return made
-
-
-class QuantizedKernel(Kernel):
-    """A forward of 8-bit tensors: one launch."""
-
-    def launches(self, table: GpuBackend, problem: Problem, tensors: Any) -> dict[str, Launch]:
-        """The launch."""
-        launch = module(f"{self.package}.launch").quantized_launch(problem, tensors, self.choose(problem))
-        return {"attention_quantized": launch}
 
 
 class CachedKernel(Kernel):
@@ -87,18 +72,13 @@ class CachedKernel(Kernel):
     """
 
     def make(self, table: GpuBackend, problem: Problem, like: Any, *given: Any) -> Plan:
-        """``DecodePlan`` with the launches of the row that each call takes."""
-        plan: Plan = module("gpu.decode.launch").DecodePlan(problem, like, table.attending)
+        """A plan with the launches of the row that each call takes."""
+        plan: Plan = module("gpu.decode.launch").plan(problem, like, table.attend)
         return plan
 
-    def launches(self, table: GpuBackend, problem: Problem, tensors: Any) -> dict[str, Launch]:
-        """What appends, then what attends."""
-        made: dict[str, Launch] = module("gpu.decode.launch").launches(problem, tensors, table.attending)
-        return made
-
-    def attending(self, problem: Problem, tensors: Any) -> list[tuple[Launch, int, int]]:
-        """The launches that attend, each with the floats and the counters that it needs."""
-        made: list[tuple[Launch, int, int]] = module(f"{self.package}.launch").attending(problem, tensors)
+    def attend(self, problem: Problem, tensors: Any) -> list[Attention]:
+        """The launches that attend."""
+        made: list[Attention] = module(f"{self.package}.launch").attend(problem, tensors)
         return made
 
 
@@ -119,11 +99,6 @@ class SplitForward(Kernel):
         place, cached = module("gpu.decode.split_forward"), functools.partial(table.plan, "decode", as_cached(problem))
         plan: Plan = place.SplitForwardPlan(problem, like, cached, functools.partial(regular.make, table, problem))
         return plan
-
-    def launches(self, table: GpuBackend, problem: Problem, tensors: Any) -> dict[str, Launch]:
-        """Those of the call over a cache."""
-        cached = module("gpu.decode.split_forward").cached_tensors(tensors)
-        return table.launches(as_cached(problem), cached, "decode")
 
 
 def is_split(problem: Problem) -> bool:
@@ -207,15 +182,22 @@ class GpuBackend:
             build.expect_compiling()
         return self.kernel(direction, problem).make(self, problem, like, *given)
 
-    def attending(self, problem: Problem, tensors: Any) -> list[tuple[Launch, int, int]]:
-        """The launches that attend over a cache, each with the floats and the counters that it needs."""
+    def attend(self, problem: Problem, tensors: Any) -> list[Attention]:
+        """The launches that attend over a cache."""
         row = self.kernel("decode", problem, tensors)
         assert isinstance(row, CachedKernel)
-        return row.attending(problem, tensors)
+        return row.attend(problem, tensors)
 
     def launches(self, problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:
-        """The kernels of a direction of a call, by name, in the order in which they run."""
-        return self.kernel(direction, problem, tensors).launches(self, problem, tensors)
+        """The kernels of a direction of a call, by name, in order: those of its plan. A dout is contiguous."""
+        given: dict[str, Any] = {}
+        if direction == "backward":
+            given = {"dout": tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v)), "dlse": None}
+        plan: Any = self.kernel(direction, problem).make(self, problem, tensors, *given.values())
+        if isinstance(plan, functools.partial):  # no rows or no keys
+            return {}
+        made: dict[str, Launch] = plan.launches(tensors, False, **given)
+        return made
 
     def builds(self, problem: Problem, tensors: Any, direction: Direction) -> list[Build]:
         """The builds of the launches."""

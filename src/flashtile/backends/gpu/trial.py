@@ -9,19 +9,22 @@ from typing import Any
 # The portable backend's, and decode, which both GPU backends run.
 KERNELS = {"forward", "dkdv", "dk", "dv", "dq", "dbias", "diagonals", "quantized", "decode"}
 _held: dict[str, Any] = {}
+_all: tuple[tuple[str, Any], ...] = ()
 
 
 @contextlib.contextmanager
 def trial(**configs: Any) -> Iterator[None]:
     """Runs the named ``KERNELS`` with the given tiles, each a ``Config`` of the kernel's own ``config`` module."""
-    global _held
+    global _held, _all
     if not configs.keys() <= KERNELS:
         raise ValueError(f"no kernel is called {', '.join(sorted(configs.keys() - KERNELS))}")
     before, _held = _held, _held | configs
+    _all = tuple(_held.items())
     try:
         yield
     finally:
         _held = before
+        _all = tuple(_held.items())
 
 
 def tried(kernel: str) -> Any:
@@ -31,4 +34,4 @@ def tried(kernel: str) -> Any:
 
 def on_trial() -> tuple[tuple[str, Any], ...]:
     """All tiles on trial; a kernel's depend on these and the problem alone."""
-    return tuple(_held.items())
+    return _all

@@ -14,7 +14,6 @@ from flashtile.backends.gpu.table import (
     CachedKernel,
     GpuBackend,
     Kernel,
-    QuantizedKernel,
     module,
 )
 from flashtile.backends.gpu.trial import tried
@@ -23,7 +22,7 @@ from flashtile.call.backend import Capabilities, Direction, Limit
 from flashtile.call.problem import Problem
 
 if TYPE_CHECKING:
-    from flashtile.backends.gpu.launch import Launch
+    from flashtile.backends.gpu.decode.launch import Attention
 
 # Packed rows a key head: up to so many the Triton kernel's tiles of 16 do as well as the kernel for wide groups, whose
 # two warpgroups have at most so many; calls of more are the forward's.
@@ -55,23 +54,9 @@ def _against_decode(problem: Problem, sizes: tuple[int, ...], unit: int) -> dict
 # -- forward and backward --------------------------------------------------------------------------------------------
 
 
-class _Forward(Kernel):
+class _Regular(Kernel):
     def choose(self, problem: Problem) -> Any:
         return super().choose(module("hopper.forward.config").by_bits(problem))
-
-    def launches(self, table: GpuBackend, problem: Problem, tensors: Any) -> dict[str, Launch]:
-        seen, score_bytes = module("hopper.forward.config").by_bits(problem), module("hopper.tensor_maps").score_bytes
-        config = module(f"{self.package}.config").choose(seen, score_bytes(tensors), tensors.q.shape[-3])
-        made: dict[str, Launch] = module(f"{self.package}.launch").launches(seen, tensors, config)
-        return made | module("portable.repair").forward_launches(problem, tensors)
-
-
-class _Backward(_Forward):
-    def launches(self, table: GpuBackend, problem: Problem, tensors: Any) -> dict[str, Launch]:
-        seen, config = module("hopper.forward.config").by_bits(problem), self.choose(problem)
-        dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
-        made: dict[str, Launch] = module(f"{self.package}.launch").launches(seen, tensors, dout, None, config)
-        return made | module("portable.repair").backward_launches(problem, tensors, dout, config.block_m)
 
 
 # -- cached calls ----------------------------------------------------------------------------------------------------
@@ -121,11 +106,12 @@ class _Prompts(CachedKernel):
         few = f"; up to {FEW_ROWS} rows over more than {LONG_KEYS} keys in Triton, splits merged"
         return rows + few * leaves_few(problem)
 
-    def attending(self, problem: Problem, tensors: Any) -> list[tuple[Launch, int, int]]:
+    def attend(self, problem: Problem, tensors: Any) -> list[Attention]:
+        decode, launch = module("gpu.decode.launch"), module("hopper.forward.cached").cached_launch
+        has_few = leaves_few(problem)
         # The forward needs no workspace, and one counter, of tiles.
-        launch, has_few = module("hopper.forward.cached").cached_launch, leaves_few(problem)
-        made = [(launch(problem, tensors, (FEW_ROWS, LONG_KEYS) if has_few else None), 0, 1)]
-        return made + (module("gpu.decode.launch").attending(problem, tensors, few=True) if has_few else [])
+        made = [decode.Attention(launch(problem, tensors, (FEW_ROWS, LONG_KEYS) if has_few else None), 0, 1)]
+        return made + (decode.attend(problem, tensors, few=True) if has_few else [])
 
 
 def leaves_few(problem: Problem) -> bool:
@@ -175,20 +161,20 @@ _LATENT = "TMA and WGMMA, warp-specialised, rows of keys and values read once, {
 _WIDE = f"TMA and WGMMA, warp-specialised, {{}}; {_MERGED}"
 KERNELS = (
     SPLIT_FORWARD,
-    _Forward("big_heads", "forward", "hopper.big_heads", _TILES, "BigHeadsPlan", _is_big),
-    _Forward("forward", "forward", "hopper.forward", _TILES, "ForwardPlan"),
-    _Backward("big_backward", "backward", "hopper.big_backward", _TILES, "BigBackwardPlan", _is_big),
-    _Backward("backward", "backward", "hopper.backward", _TILES, "BackwardPlan"),
+    _Regular("big_heads", "forward", "hopper.big_heads", _TILES, _is_big),
+    _Regular("forward", "forward", "hopper.forward", _TILES),
+    _Regular("big_backward", "backward", "hopper.big_backward", _TILES, _is_big),
+    _Regular("backward", "backward", "hopper.backward", _TILES),
     CachedKernel(
-        "latent rows", "decode", "hopper.latent", _LATENT, "", _is_latent, _against_latent, _reads_entries
+        "latent rows", "decode", "hopper.latent", _LATENT, _is_latent, _against_latent, _reads_entries
     ),
     _Prompts(
-        "prompts", "decode", "hopper.forward", "the forward's kernel, TMA and WGMMA, {}", "", _is_prompt,
+        "prompts", "decode", "hopper.forward", "the forward's kernel, TMA and WGMMA, {}", _is_prompt,
         _against_forward, _reads_prompts,
     ),
-    CachedKernel("wide groups", "decode", "hopper.decode", _WIDE, "", _is_wide, _against_wide, _reads_entries),
+    CachedKernel("wide groups", "decode", "hopper.decode", _WIDE, _is_wide, _against_wide, _reads_entries),
     CachedKernel("decode", "decode", "gpu.decode", f"Triton with Hopper's tiles, {{}}; {_MERGED}"),
-    QuantizedKernel("quantized", "quantized", "hopper.quantized", _TILES, "QuantizedPlan"),
+    Kernel("quantized", "quantized", "hopper.quantized", _TILES),
 )  # fmt: skip
 
 # What every direction has.

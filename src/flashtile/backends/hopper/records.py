@@ -64,11 +64,13 @@ def mods_of(
     if t.alibi_slopes is not None:
         # Kept keys are then never past their row.
         one_sided = p.band.right is not None and p.band.right <= 0
-        alibi = Slopes(pointer(t.alibi_slopes, "alibi"), p.num_heads_q if t.alibi_slopes.dim() == 2 else 0, one_sided)
+        alibi = Slopes(
+            pointer(t.alibi_slopes, "alibi_slopes"), p.num_heads_q if t.alibi_slopes.dim() == 2 else 0, one_sided
+        )
     if t.attn_bias is not None:
-        bias = _pair_tensor("bias", t.attn_bias, bias_map)
+        bias = _pair_tensor("attn_bias", t.attn_bias, bias_map)
     if t.attn_mask is not None:
-        mask = _pair_tensor("mask", t.attn_mask.view(torch.uint8), mask_map)
+        mask = _pair_tensor("attn_mask", t.attn_mask.view(torch.uint8), mask_map)
     score_mod, mask_mod = functions_of(p, t)
     made = plain_mods(p, t, alibi, bias, mask, score_mod, mask_mod)
     return made if intervals is None else made._replace(band=made.band._replace(**intervals._asdict()))
@@ -115,12 +117,12 @@ def _pair_tensor(name: str, tensor: Tensor, box: TensorMap | None) -> PairTensor
     return PairTensor(None, box._replace(operand=name), steps)
 
 
-def schedule_of(problem: Problem, config: Any, has_edges: bool, counter: str = "counter") -> Schedule:
-    """The tiles; counter: the operand that counts them, where one does."""
+def schedule_of(problem: Problem, config: Any, has_edges: bool) -> Schedule:
+    """The tiles."""
     c = config
     cached_rows = _CACHED_BYTES // (problem.dtype.itemsize * (c.block_d + c.block_dv))
     return Schedule(
-        Pointer(torch.int32, counter) if c.dynamic else None, c.block_m, c.strip, c.pack_gqa, c.block_n,
+        Pointer(torch.int32, "counters") if c.dynamic else None, c.block_m, c.strip, c.pack_gqa, c.block_n,
         c.num_warpgroups, c.stages, c.q_stages, c.tile_stages, c.out_stages, c.score_stages, c.overlap, c.pingpong,
         c.in_turn, c.registers, has_edges, cached_rows, c.widens, c.gathers, c.helper_warps, c.helper_registers,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,16 +13,12 @@ from flashtile.backends.gpu.table import (
     CachedKernel,
     GpuBackend,
     Kernel,
-    QuantizedKernel,
     module,
 )
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import BIG_FUNCTIONS, Capabilities, Direction, Given, Limit, Plan
 from flashtile.call.problem import Problem
 from flashtile.core import settings
-
-if TYPE_CHECKING:
-    from flashtile.backends.gpu.launch import Launch
 
 
 class _Backward(Kernel):
@@ -41,20 +37,14 @@ class _Backward(Kernel):
         atomics = "atomic adds to dbias of up to 24 MB, with dq" if config.may_add_bias(problem) else "no atomics"
         return f"{self.text.format(parts)}; {atomics}"
 
-    def launches(self, table: GpuBackend, problem: Problem, tensors: Any) -> dict[str, Launch]:
-        """The launches for a contiguous dout."""
-        dout = tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v))
-        made: dict[str, Launch] = module("portable.backward.launch").launches(problem, tensors, dout, None)
-        return made
-
 
 _TILES = "Triton, tiles {}"
 KERNELS = (
     SPLIT_FORWARD,
-    Kernel("forward", "forward", "portable.forward", _TILES, "ForwardPlan"),
-    _Backward("backward", "backward", "portable.backward", _TILES, "BackwardPlan"),
+    Kernel("forward", "forward", "portable.forward", _TILES),
+    _Backward("backward", "backward", "portable.backward", _TILES),
     CachedKernel("decode", "decode", "gpu.decode", f"{_TILES}; splits merged in the same launch"),
-    QuantizedKernel("quantized", "quantized", "portable.quantized", _TILES, "QuantizedPlan"),
+    Kernel("quantized", "quantized", "portable.quantized", _TILES),
 )
 
 # What every direction has.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.functions import mod_of
-from flashtile.backends.gpu.host import Step, run
+from flashtile.backends.gpu.host import Launcher, run
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.named import device_code
 from flashtile.call.functions import Function
@@ -60,7 +60,7 @@ def kinds(
     (batch, heads), rows, keys = groups, span[1] - span[0], -(-lengths[1] // block_size[1])
     found = torch.empty(batch * heads, rows, keys, dtype=torch.int8, device=device)
     launch = kinds_launch(function, (batch, heads), lengths, block_size, span)
-    _run(launch, function, ("kinds", found))
+    _run(launch, function, kinds=found)
     return found
 
 
@@ -118,12 +118,10 @@ def store_bits(
         _kernels.block_bits, len(blocks) * (own // 64) * (other // 128), {"mask": mod_of(function), "given": given},
         {"num_warps": 4, "num_stages": 1},
     )  # fmt: skip
-    _run(launch, function, ("bits", bits), ("blocks", blocks))
+    _run(launch, function, bits=bits, blocks=blocks)
 
 
-def _run(launch: Launch, function: Function, *given: tuple[str, Tensor]) -> None:
-    """A launch that reads a function's operands after the tensors given by name."""
-    names = [name for name, _ in given] + [f"operand{n}" for n in range(len(function.operands))]
-    names += [f"number{n}" for n in range(len(function.numbers))]
-    tensors: Any = (*(x for _, x in given), *function.operands, *function.numbers)
-    run((Step(launch, tuple(names), given[0][1].device),), tensors)
+def _run(launch: Launch, function: Function, **made: Tensor) -> None:
+    """A launch that reads what a function does and the tensors given by name."""
+    (device,) = {x.device for x in made.values()}
+    run([Launcher(launch, device, function, made)], function, made)

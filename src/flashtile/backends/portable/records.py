@@ -111,14 +111,14 @@ def _mods(
     if alibi is not None and origins is not None:
         alibi = Mod(mods.alibi_of_part, None, mods.slope_of_part, (alibi.operands, origins, p.batch))
     if t.attn_bias is not None:
-        tensor = _score_tensor("bias", t.attn_bias, unit)
+        tensor = _score_tensor("attn_bias", t.attn_bias, unit)
         tensor = tensor._replace(
             stride_b=Const(0) if bias_sums[0] else tensor.stride_b,
             stride_head=Const(0) if bias_sums[1] else tensor.stride_head,
         )
         bias = Mod(mods.bias, None, mods.tensor_of_head, tensor)
     if t.attn_mask is not None:
-        tensor = _score_tensor("mask", t.attn_mask.view(torch.uint8), unit)
+        tensor = _score_tensor("attn_mask", t.attn_mask.view(torch.uint8), unit)
         mask = Mod(mods.select_tensor, None, mods.tensor_of_head, tensor)
     drops = dropout_of(p, t.rng_state, origins, has_ptx(p))
     score_mod, mask_mod = functions_of(p, t)

@@ -18,6 +18,7 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import MOST_LSE
 from flashtile.backends.gpu.intervals import Side, bounds_launch, most_bounds
 from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.plan import Memory, empty
 from flashtile.backends.portable.backward import launch as backward
 from flashtile.backends.portable.backward.config import Kernel, key_kernels
 from flashtile.backends.portable.backward.workspace import Repair, num_rows, row_pitch, row_terms
@@ -42,9 +43,11 @@ def forward_launches(problem: Problem, tensors: Tensors, *, is_joined: bool = Fa
     return made
 
 
-def forward_bounds(problem: Problem, tensors: Tensors) -> int | None:
-    """Numbers of the bounds that the forward's repair takes."""
-    return most_bounds(problem, tensors) if problem.large_scores and problem.intervals else None
+def forward_memory(problem: Problem, t: Tensors) -> Memory:
+    """The memory of the forward's repair."""
+    if not (problem.large_scores and problem.intervals):
+        return {}
+    return {BOUNDS: empty(t.q.device, (most_bounds(problem, t),), torch.int32)}
 
 
 def backward_launches(problem: Problem, tensors: Tensors, dout: Tensor, flag_rows: int) -> dict[str, Launch]:
@@ -69,19 +72,19 @@ def backward_launches(problem: Problem, tensors: Tensors, dout: Tensor, flag_row
     return made
 
 
-def backward_bounds(problem: Problem, tensors: Tensors) -> int | None:
-    """Numbers of the bounds that the backward's repair takes."""
-    return backward.bounds_places(problem, tensors)[-1] if problem.large_scores and problem.intervals else None
-
-
 def terms_of(problem: Problem, tensors: Tensors, flag_rows: int) -> RowTerms | None:
     """Where the backward's first kernel stores terms and flags of rows for the repair; None without one."""
     return row_terms(problem, tensors, Repair(flag_rows, BOUNDS)) if problem.large_scores else None
 
 
-def num_terms(problem: Problem, tensors: Tensors, flags: int) -> int | None:
-    """Float32 numbers of that operand, with so many flags."""
-    return 3 * num_rows(problem, tensors) + flags if problem.large_scores else None
+def backward_memory(problem: Problem, t: Tensors, flags: int) -> Memory:
+    """The memory of the backward's repair: that operand, with so many flags, and bounds of intervals."""
+    if not problem.large_scores:
+        return {}
+    memory = {"rows": empty(t.q.device, (3 * num_rows(problem, t) + flags,))}
+    if problem.intervals:
+        memory[BOUNDS] = empty(t.q.device, (backward.bounds_places(problem, t)[-1],), torch.int32)
+    return memory
 
 
 def sinks_gradient(problem: Problem, tensors: Tensors, lse: Tensor, terms: Tensor) -> Tensor:

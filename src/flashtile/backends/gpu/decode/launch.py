@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +13,11 @@ from torch import Tensor
 from flashtile.backends.gpu.decode import records
 from flashtile.backends.gpu.decode.call import Call
 from flashtile.backends.gpu.decode.config import Config, choose
-from flashtile.backends.gpu.host import Step, kept, like_floats, run
+from flashtile.backends.gpu.host import kept
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.records import multiprocessors, operand_names, read_by_mods
-from flashtile.backends.gpu.trial import tried
+from flashtile.backends.gpu.plan import Memory, Plan, empty
+from flashtile.backends.gpu.records import multiprocessors
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.gpus import Gpu
 from flashtile.call.problem import Problem
@@ -24,92 +26,61 @@ cache_append = device_code("flashtile.backends.gpu.decode.append").cache_append
 cache_attention = device_code("flashtile.backends.gpu.decode.kernel").cache_attention
 
 
-_OPERANDS = (
-    "out", "lse", "q", "k", "v", "cached", "leftpad", "cu_seqlens_q", "cu_seqlens_new", "entries", "pages", "alibi",
-    "sinks", "k_scale", "v_scale", "acc", "counters", "tree", "causal", "indptr", "qv", "row_keys", "key_rows",
-    "row_scale",
-)  # fmt: skip
-_APPEND_OPERANDS = (
-    "k_new", "v_new", "k", "v", "q", "rotated", "cached", "starts", "entries", "pages", "cu_seqlens_new",
-    "cu_seqlens_q", "cos", "sin", "k_scale", "v_scale", "tree", "slots", "causal", "indptr",
-)  # fmt: skip
+class Attention(NamedTuple):
+    """A launch that attends, with what it needs.
+
+    Attributes:
+        launch: The launch.
+        floats: Size of its workspace, in float32.
+        counters: Its counters, 0 before and after it.
+    """
+
+    launch: Launch
+    floats: int
+    counters: int
 
 
-# The launches that attend, of a call and its tensors, each with the floats and the counters that it needs.
-Attending = Callable[[Problem, CacheTensors], list[tuple[Launch, int, int]]]
+# The launches that attend in a call.
+Attend = Callable[[Problem, CacheTensors], list[Attention]]
 
 
-class DecodePlan:
+class DecodePlan(Plan):
     """Attention over a cache, of calls with the same layouts and options; see ``call.backend.Decode``."""
-
-    def __init__(self, problem: Problem, tensors: CacheTensors, attending: Attending) -> None:
-        """Prepares the launches.
-
-        Args:
-            problem: A call that the backend's capabilities cover.
-            tensors: Tensors with the call's layouts.
-            attending: The launches that attend.
-        """
-        t = tensors
-        self._problem, self._attending = problem, attending
-        self._like_lse = like_floats(t.q, problem.lse_shape(t.q))
-        self._rotates = t.rotary_cos is not None
-        self._append: tuple[Step] | None = None
-        if t.k is not None:
-            launch = append_launch(problem, t)
-            self._append = (Step(launch, _APPEND_OPERANDS, t.q.device),)
-        self._steps: dict[Config | None, tuple[tuple[Step, ...], Tensor | None, int]] = {}
 
     def __call__(self, tensors: CacheTensors) -> Tensor:
         """Appends if there are new keys, writes ``tensors.out``, returns lse."""
-        t, q = tensors, tensors.q
-        pages = t.page_table if t.page_indices is None else t.page_indices
-        rotated = torch.empty_like(q, memory_format=torch.contiguous_format) if self._rotates else None
-        if self._append is not None:
-            run(self._append, (
-                t.k, t.v, t.k_cache, t.v_cache, q, rotated, t.cache_seqlens,
-                t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens, t.cache_batch_idx, pages,
-                t.cu_seqlens_k_new, t.cu_seqlens_q, t.rotary_cos, t.rotary_sin, t.k_scale, t.v_scale,
-                t.tree_mask, t.slot_mapping, t.causal, t.page_indptr,
-            ))  # fmt: skip
-        lse = torch.empty_like(self._like_lse)
-        key = tried("decode")
-        found = self._steps.get(key)
-        if found is None:
-            found = self._steps[key] = self._make(t)
-        steps, like_workspace, counters = found
-        workspace = None if like_workspace is None else torch.empty_like(like_workspace)
-        run(steps, (
-            t.out, lse, q if rotated is None else rotated, t.k_cache, t.v_cache, t.cache_seqlens, t.cache_leftpad,
-            t.cu_seqlens_q, t.cu_seqlens_k_new, t.cache_batch_idx, pages, t.alibi_slopes, t.sinks, t.k_scale,
-            t.v_scale, workspace, zeros(q.device, counters) if counters else None,
-            t.tree_mask, t.causal, t.page_indptr, t.qv, t.row_keys, t.key_rows, t.row_scale, *read_by_mods(t),
-        ))  # fmt: skip
+        lse: Tensor = self.run(tensors, {})["lse"]
         return lse
 
-    def _make(self, t: CacheTensors) -> tuple[tuple[Step, ...], Tensor | None, int]:
-        launches = self._attending(self._problem, t)
-        names = (*_OPERANDS, *operand_names(t))
-        steps = tuple(Step(launch, names, t.q.device) for launch, _, _ in launches)
+
+def plan(problem: Problem, tensors: CacheTensors, attend: Attend) -> DecodePlan:
+    """The plan of calls with the same layouts and options; ``attend`` gives the launches that attend."""
+
+    def prepare(t: CacheTensors, *_: Any) -> tuple[Memory, dict[str, Launch]]:
+        q, made = t.q, attend(problem, t)
         # One launch after the other uses the workspace, and leaves the counters at 0.
-        floats = max(floats for _, floats, _ in launches)
-        counters = max(counters for _, _, counters in launches)
-        return steps, like_floats(t.q, (floats,)) if floats else None, counters
+        floats, counters = (max(each) for each in list(zip(*made, strict=True))[1:])
+        memory = {"lse": empty(q.device, problem.lse_shape(q))}
+        if t.rotary_cos is not None:
+            memory["rotated"] = empty(q.device, q.shape, q.dtype)
+        if floats:
+            memory["acc"] = empty(q.device, (floats,))
+        if counters:
+            memory["counters"] = functools.partial(zeros, q.device, counters)
+        return memory, launches(problem, t, made)
+
+    return DecodePlan(tensors.q.device, prepare)
 
 
-def attending(problem: Problem, tensors: CacheTensors, *, few: bool = False) -> list[tuple[Launch, int, int]]:
-    """The launch that attends with the Triton kernel, its floats and counters; ``few`` as in ``attention_launch``."""
-    config = choose(problem, few=few)
-    bounds = Bounds(problem, tensors, config)
-    launch = attention_launch(problem, tensors, config, multiprocessors(tensors.q.device), few=few)
-    return [(launch, bounds.floats, bounds.counters)]
-
-
-def launches(problem: Problem, tensors: CacheTensors, attending: Attending) -> dict[str, Launch]:
+def launches(problem: Problem, tensors: CacheTensors, attend: Sequence[Attention]) -> dict[str, Launch]:
     """The kernels of a cached call by name, in the order in which a plan starts them."""
     appends = [] if tensors.k is None else [append_launch(problem, tensors)]
-    made = (*appends, *(launch for launch, _, _ in attending(problem, tensors)))
-    return {launch.kernel.__name__: launch for launch in made}
+    return {launch.kernel.__name__: launch for launch in (*appends, *(each.launch for each in attend))}
+
+
+def attend(problem: Problem, tensors: CacheTensors, *, few: bool = False) -> list[Attention]:
+    """The launch that attends with the Triton kernel; ``few`` as in ``attention_launch``."""
+    return [attention(problem, tensors, choose(problem, few=few), few=few)]
 
 
 class Bounds:
@@ -202,7 +173,7 @@ def lanes_of(problem: Problem, config: Config, num_sms: int) -> int:
 def attention_launch(
     problem: Problem, tensors: CacheTensors, config: Config, num_sms: int, *, few: bool = False
 ) -> Launch:
-    """The launch of the attention; its operands k and v are the caches.
+    """The launch of the attention.
 
     Args:
         problem: The call.
@@ -213,6 +184,15 @@ def attention_launch(
     """
     call, programs = attention_call(problem, tensors, config, num_sms, few=few)
     return Launch(cache_attention, programs, {"call": call}, config.options())
+
+
+def attention(
+    problem: Problem, t: CacheTensors, config: Config, launch: Callable[..., Launch] = attention_launch, **few: bool
+) -> Attention:
+    """A launch of the attention, as ``attention_launch``, with what it needs."""
+    bounds = Bounds(problem, t, config)
+    made = launch(problem, t, config, multiprocessors(t.q.device), **few)
+    return Attention(made, bounds.floats, bounds.counters)
 
 
 def append_launch(problem: Problem, tensors: CacheTensors) -> Launch:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.host import Step, run
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.named import device_code
+from flashtile.backends.gpu.plan import Plan, empty
 
 _kernels = device_code("flashtile.backends.gpu.decode.merge_kernel")
-_ROWS, _OPERANDS = 16, ("a", "lse_a", "b", "lse_b", "merged", "lse_merged")
+_ROWS = 16
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -56,14 +56,15 @@ def can_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> boo
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Out in out_a's dtype, and lse, of what ``can_merge`` accepts."""
-    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-    step = _step(out_a.shape, out_a.dtype, out_b.dtype, out_a.device)
-    run((step,), (out_a, lse_a, out_b, lse_b, out, lse))
-    return out, lse
+    plan = _plan(out_a.shape, lse_a.shape, out_a.dtype, out_b.dtype, out_a.device)
+    made = plan.run(None, {"a": out_a, "lse_a": lse_a, "b": out_b, "lse_b": lse_b})
+    return made["merged"], made["lse_merged"]
 
 
 @functools.lru_cache(maxsize=1024)
-def _step(shape: torch.Size, dtype_a: torch.dtype, dtype_b: torch.dtype, device: torch.device) -> Step:
+def _plan(
+    shape: torch.Size, lse_shape: torch.Size, dtype_a: torch.dtype, dtype_b: torch.dtype, device: torch.device
+) -> Plan:
     *_, seqlen, num_heads, dim = shape
     rows, states = shape.numel() // dim, {"a": dtype_a, "b": dtype_b, "merged": dtype_a}
     arguments: dict[str, Any] = {
@@ -71,4 +72,5 @@ def _step(shape: torch.Size, dtype_a: torch.dtype, dtype_b: torch.dtype, device:
     }
     arguments["shape"] = Shape(rows, seqlen, num_heads, dim, max(16, 1 << (dim - 1).bit_length()), _ROWS)
     launch = Launch(_kernels.merge_states, -(-rows // _ROWS), arguments, {"num_warps": 4, "num_stages": 1})
-    return Step(launch, _OPERANDS, device)
+    memory = {"merged": empty(device, shape, dtype_a), "lse_merged": empty(device, lse_shape)}
+    return Plan(device, lambda *_: (memory, {"merge_states": launch}))

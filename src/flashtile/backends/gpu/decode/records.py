@@ -1,4 +1,4 @@
-"""Cached calls' arguments from a ``Problem`` and its tensors; operands are named as in ``launch``."""
+"""Cached calls' arguments from a ``Problem`` and its tensors; operands are those of ``launch.plan_of``."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int,
         stats = Pointer(torch.float32, "acc", 4 * slots * p.head_dim_v)
         results = Results(results.lse, Pointer(torch.float32, "acc"), stats, Pointer(torch.int32, "counters"))
     return Call(
-        rows_of("q", t.q if t.rotary_cos is None else _rotated(t), block_d), rows_of("out", t.out, block_dv),
+        rows_of(*queries_of(t), block_d), rows_of("out", t.out, block_dv),
         _queries(p, t), cache, _mods(p, t), results, _schedule(p, config, lanes, few),
-        indices(t.cache_leftpad, "leftpad"), _causal(t), _value_queries(t, block_dv), pointer(t.sinks, "sinks"),
+        indices(t.cache_leftpad, "cache_leftpad"), _causal(t), _value_queries(t, block_dv), pointer(t.sinks, "sinks"),
         p.num_heads_kv, p.group_size,
     )  # fmt: skip
 
@@ -71,7 +71,7 @@ def cache_of(problem: Problem, t: CacheTensors, as_8_bit: torch.dtype | None, bl
     k, v = (
         None if as_8_bit is None else rows_of(name, cache.view(as_8_bit), block // as_8_bit.itemsize)
         if is_8_bit else rows_of(name, cache, block)
-        for name, cache, block in (("k", t.k_cache, block_d), ("v", values, block_dv))
+        for name, cache, block in (("k_cache", t.k_cache, block_d), ("v_cache", values, block_dv))
     )  # fmt: skip
     e5m2 = p.precision.kv == torch.float8_e5m2
     # GPUs before sm_89 have no instruction that decodes e4m3 numbers.
@@ -79,12 +79,13 @@ def cache_of(problem: Problem, t: CacheTensors, as_8_bit: torch.dtype | None, bl
     of_k, of_v = _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale)
     of_rows = none if as_8_bit is None or t.row_scale is None else rows_of("row_scale", t.row_scale, block_dv // 128)
     by_page = t.in_pages and bool(of_k.stride_b or of_v.stride_b)
-    bounds = None if t.k is None else indices(t.cu_seqlens_k_new, "cu_seqlens_new")
+    bounds = None if t.k is None else indices(t.cu_seqlens_k_new, "cu_seqlens_k_new")
     new = Sequences(bounds, p.batch, 0 if t.k is None or bounds is not None else t.k.shape[1])
     return Cache(
-        k, v, Scales(of_k, of_v, of_rows, is_8_bit, e5m2, bits, by_page), new, indices(t.cache_seqlens, "cached"),
-        indices(t.cache_batch_idx, "entries"), p.keys.length, Pointer(torch.int32, "pages") if t.in_pages else None,
-        0 if t.page_table is None else t.page_table.stride(0), indices(t.page_indptr, "indptr"), p.keys.page_size,
+        k, v, Scales(of_k, of_v, of_rows, is_8_bit, e5m2, bits, by_page), new,
+        indices(t.cache_seqlens, "cache_seqlens"), indices(t.cache_batch_idx, "cache_batch_idx"), p.keys.length,
+        pages_of(t), 0 if t.page_table is None else t.page_table.stride(0), indices(t.page_indptr, "page_indptr"),
+        p.keys.page_size,
     )  # fmt: skip
 
 
@@ -92,11 +93,13 @@ def new_of(problem: Problem, t: CacheTensors, count: int) -> New:
     """The record of ``count`` new tokens."""
     assert t.k is not None and t.v is not None
     p = problem
-    k, v = rows_of("k_new", t.k, padded(p.head_dim)), rows_of("v_new", t.v, padded(p.head_dim_v))
+    k, v = rows_of("k", t.k, padded(p.head_dim)), rows_of("v", t.v, padded(p.head_dim_v))
     if t.slot_mapping is None:
         return New(k, v, count, None, None, None, p.num_heads_kv, HEADS_AT_ONCE)
     entries, rows = t.k_cache.shape[:2]
-    return New(k, v, count, indices(t.slot_mapping, "slots"), entries * rows, rows, p.num_heads_kv, HEADS_AT_ONCE)
+    return New(
+        k, v, count, indices(t.slot_mapping, "slot_mapping"), entries * rows, rows, p.num_heads_kv, HEADS_AT_ONCE
+    )
 
 
 def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
@@ -104,17 +107,27 @@ def rotation_of(problem: Problem, t: CacheTensors) -> Rotation:
     if t.rotary_cos is None:
         return Rotation(None, None, None, None, None, None, None, None, None, None, None, 0, None, None, None)
     p, (rows, pairs), block = problem, t.rotary_cos.shape, padded(problem.head_dim)
-    starts = t.cache_seqlens if t.rotary_seqlens is None else t.rotary_seqlens
+    starts = (
+        indices(t.cache_seqlens, "cache_seqlens")
+        if t.rotary_seqlens is None
+        else (indices(t.rotary_seqlens, "rotary_seqlens"))
+    )
     return Rotation(
-        rows_of("q", t.q, block), rows_of("rotated", _rotated(t), block), _queries(p, t), p.num_heads_q,
-        indices(starts, "starts"), _causal(t) if p.band.unbounded else None, pointer(t.rotary_cos, "cos"),
-        pointer(t.rotary_sin, "sin"), *_tree(t), rows, 2 * pairs, power_of_two(pairs), p.rotary_interleaved,
+        rows_of("q", t.q, block), rows_of(*queries_of(t), block), _queries(p, t), p.num_heads_q,
+        starts, _causal(t) if p.band.unbounded else None, pointer(t.rotary_cos, "rotary_cos"),
+        pointer(t.rotary_sin, "rotary_sin"), *_tree(t), rows, 2 * pairs, power_of_two(pairs), p.rotary_interleaved,
         p.causal_each or not p.band.unbounded,
     )  # fmt: skip
 
 
-def _rotated(t: CacheTensors) -> Tensor:
-    return torch.empty_like(t.q, device="meta").contiguous()
+def queries_of(t: CacheTensors) -> tuple[str, Tensor]:
+    """The operand that the attention has for queries, and a tensor of its layout: q, or what the append makes of it."""
+    return ("q", t.q) if t.rotary_cos is None else ("rotated", torch.empty_like(t.q, device="meta").contiguous())
+
+
+def pages_of(t: CacheTensors) -> Pointer | None:
+    """The pages of sequences, None for a cache without."""
+    return Pointer(torch.int32, "page_table" if t.page_indices is None else "page_indices") if t.in_pages else None
 
 
 def _queries(problem: Problem, t: CacheTensors) -> Sequences:
@@ -134,7 +147,7 @@ def _causal(t: CacheTensors) -> Pointer | None:
 
 
 def _tree(t: CacheTensors) -> Tree:
-    return Tree(pointer(t.tree_mask, "tree"), None if t.tree_mask is None else t.tree_mask.shape[1])
+    return Tree(pointer(t.tree_mask, "tree_mask"), None if t.tree_mask is None else t.tree_mask.shape[1])
 
 
 def _mods(problem: Problem, t: CacheTensors) -> Mods:

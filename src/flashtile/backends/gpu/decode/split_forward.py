@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.plan import empty
 from flashtile.call.backend import Plan
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem, Tensors
@@ -18,12 +20,9 @@ class SplitForwardPlan:
     """The forward of calls of one kind, as ``call.backend.Forward`` says; keys are an entry of a full cache."""
 
     def __init__(
-        self,
-        problem: Problem,
-        tensors: Tensors,
-        cached: Callable[[CacheTensors], Plan],
+        self, problem: Problem, tensors: Tensors, cached: Callable[[CacheTensors], Any],
         regular: Callable[[Tensors], Plan],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Prepares the launch.
 
         Args:
@@ -34,18 +33,22 @@ class SplitForwardPlan:
         """
         self._regular = regular
         self._merging: Plan | None = None
-        self._out_shape = (*tensors.q.shape[:-1], problem.head_dim_v)
+        self._new_out = empty(tensors.q.device, (*tensors.q.shape[:-1], problem.head_dim_v), tensors.q.dtype)
         self._plan = cached(cached_tensors(tensors))
 
     def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
         """Attention's output and log-sum-exp, merged with ``partial``, those over other keys, if given."""
         if partial is not None:
-            if self._merging is None:
-                self._merging = self._regular(tensors)
+            self._merging = self._merging or self._regular(tensors)
             merged: tuple[Tensor, Tensor] = self._merging(tensors, partial)
             return merged
-        out = tensors.q.new_empty(self._out_shape)
+        out = self._new_out()
         return out, self._plan(cached_tensors(tensors, out))
+
+    def launches(self, tensors: Tensors, *_: Any) -> dict[str, Launch]:
+        """As of ``gpu.plan.Plan``, without ``partial``."""
+        made: dict[str, Launch] = self._plan.launches(cached_tensors(tensors))
+        return made
 
 
 def cached_tensors(tensors: Tensors, out: Tensor | None = None) -> CacheTensors:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,21 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.records import LOG2_E, Call, Heads, Rows, Sequences
-from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.intervals import Masks, Side, bounds_launch, empty_bounds, most_bounds
+from flashtile.backends.gpu.intervals import Masks, Side, bounds_launch, most_bounds
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.records import num_packed_tiles, operand_names, read_by_mods, table_launches
+from flashtile.backends.gpu.plan import (
+    BackwardPlan,
+    Made,
+    Memory,
+    Plan,
+    Prepare,
+    empty,
+    gradient_memory,
+    table_memory,
+)
+from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward import records
@@ -27,6 +35,7 @@ from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Mods
 from flashtile.backends.hopper.forward.config import by_bits, has_slope
 from flashtile.backends.hopper.records import mods_of
 from flashtile.backends.portable import repair
+from flashtile.call import backend as base
 from flashtile.call.backend import Chain, Gradients
 from flashtile.call.problem import Problem, Tensors
 
@@ -42,114 +51,65 @@ _OF_KEYS = Side(BOUNDS_BLOCK, over_keys=True)
 _CACHE_BYTES = 25 * 1024 * 1024
 # Rows of a gradient that one program of ``finish_gradient`` finishes.
 _ROWS = 64
-_OPERANDS = (
-    "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "work", "cu_seqlens_q", "cu_seqlens_k", "alibi",
-    "bias", "mask", "row_keys", "key_rows", "key_blocks", "key_items", "bounds", "rng_state", "rows", repair.BOUNDS,
-    "row_blocks", "row_items",
-)  # fmt: skip
 
 
-class BackwardPlan:
-    """Gradients of calls of one kind: ``plan(tensors, out, lse, dout, dlse)``, as ``call.backend.Backward`` says."""
+def plan(
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config | None = None
+) -> base.Plan:
+    """Gradients of calls of one kind, as ``call.backend.Backward`` says.
+
+    Args:
+        problem: A call that the backend's capabilities cover.
+        tensors: Tensors of its layouts.
+        dout: Gradient of out, any strides.
+        dlse: Gradient of lse, or None for zero.
+        config: Tiles to use instead of the chosen ones, for tuning.
+    """
+    if keeps_nothing(problem, tensors):
+        return functools.partial(without_pairs, problem)
+    p = by_bits(problem)
+    config = config or configs.choose(p)
+    work = Workspace.of(p, config, tensors)
+    prepare = functools.partial(prepared, problem, config, work, launches)
+    return ChainedPlan(p, tensors.q.device, config, prepare, dout, functools.partial(finished, p, config, work))
+
+
+def prepared(
+    problem: Problem, config: Any, work: Workspace, launches: Any, t: Tensors, made: Made, adds: bool
+) -> tuple[Memory, dict[str, Launch]]:
+    """What a plan of kernels with launches of their own allocates, and these with the repair's."""
+    p, device, dout = by_bits(problem), t.q.device, made["dout"]
+    memory = gradient_memory(p, t) | table_memory(p, t.q) | repair.backward_memory(p, t, work.blocks)
+    memory["work"] = empty(device, (work.floats,))
+    if p.intervals:
+        # Those of keys, then those of rows, which are big heads' alone.
+        numbers = sum(most_bounds(p, t, over_keys=over_keys) for over_keys in (True, False))
+        memory["bounds"] = empty(device, (numbers,), torch.int32)
+    own = launches(p, t, dout, made["dlse"], config, work, adds=adds)
+    return memory, own | repair.backward_launches(problem, t, dout, config.block_m)
+
+
+def finished(problem: Problem, config: Any, work: Workspace, t: Tensors, made: Made, adds: bool) -> Gradients:
+    """The gradients, once all has been launched."""
+    dsinks = None
+    if t.sinks is not None and problem.grads.sinks:
+        dsinks = _sinks_gradient(problem, config, work, t.sinks, made["work"])
+        if problem.large_scores:
+            dsinks += repair.sinks_gradient(problem, t, made["lse"], made["rows"])
+    return Gradients(made.get("dq"), made.get("dk"), made.get("dv"), None, dsinks)
+
+
+class ChainedPlan(BackwardPlan):
+    """A backward that may be a call of a ``Chain``."""
 
     def __init__(
-        self,
-        problem: Problem,
-        tensors: Tensors,
-        dout: Tensor,
-        dlse: Tensor | None,
-        config: Any = None,
+        self, problem: Problem, device: torch.device, config: Config, prepare: Prepare, dout: Tensor, finish: Any
     ) -> None:
-        """Prepares the launches.
-
-        Args:
-            problem: A call that the backend's capabilities cover.
-            tensors: Tensors of its layouts.
-            dout: Gradient of out, any strides.
-            dlse: Gradient of lse, or None for zero.
-            config: Tiles to use instead of the chosen ones, for tuning.
-        """
-        band = problem.band
-        # A band that keeps nothing, or no rows, or no keys: TMA has no map of an empty tensor.
-        keeps_nothing = band.left is not None and band.right is not None and band.left + band.right < 0
-        self._whole = problem
-        problem = self._problem = by_bits(problem)
-        q, k, v = tensors.q, tensors.k, tensors.v
-        is_contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-        empty_like = torch.empty_like if is_contiguous else _empty_contiguous
-        self._empty_like: Callable[[Tensor], Tensor] = functools.partial(empty_like, dtype=problem.grad_dtype)
-        if is_contiguous and problem.grad_dtype == problem.dtype:
-            self._empty_like = torch.empty_like
-        self._is_empty = keeps_nothing or q.numel() == 0 or k.numel() == 0
-        if self._is_empty:
-            return
-        self._copies_dout = not tensor_maps.is_readable(dout)
-        if self._copies_dout:
-            dout = dout.contiguous()
-        config = config or self._choose(problem)
-        self._work = self._workspace(problem, config, tensors)
-        self._like_work = like_floats(q, (self._work.floats,))
-        self._block_m = config.block_m
-        terms = repair.num_terms(problem, tensors, self._work.blocks)
-        self._like_terms = None if terms is None else like_floats(q, (terms,))
-        self._repair_bounds = repair.backward_bounds(problem, tensors)
-        self._config = config
-        self._in_chain = configs.in_chain(config)
-        self._of_chain: Workspace | None = None
-        self._bounds = self._bounds_of(problem, tensors) if problem.intervals else None
-        self._steps: dict[Any, list[Step]] = {}
-
-    def __call__(
-        self,
-        tensors: Tensors,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        sums: Gradients | None = None,
-    ) -> Gradients:
-        """The gradients that the problem wants, from the forward's results, added to ``sums`` if given."""
-        t, wanted, empty_like = tensors, self._problem.grads, self._empty_like
-        if sums is None:
-            dq = empty_like(t.q) if wanted.q else None
-            dk = empty_like(t.k) if wanted.k else None
-            dv = empty_like(t.v) if wanted.v else None
-        else:
-            dq, dk, dv = sums.dq, sums.dk, sums.dv
-        dsinks = None
-        if self._is_empty:
-            for grad in (dq, dk, dv) if sums is None else ():
-                if grad is not None:
-                    grad.zero_()
-            if t.sinks is not None and wanted.sinks:
-                dsinks = _sinks_gradient_without_keys(t.sinks, lse, dlse)
-            return Gradients(dq, dk, dv, None, dsinks)
-        if self._copies_dout:
-            dout = dout.contiguous()
-        # The forward's results are on 16 bytes unless a caller has brought others.
-        out = out if out.data_ptr() % 16 == 0 else out.clone()
-        work = torch.empty_like(self._like_work)
-        terms = None if self._like_terms is None else torch.empty_like(self._like_terms)
-        steps = self._steps.get(sums is not None)
-        if steps is None:
-            made = self._launches(self._problem, t, dout, dlse, self._config, self._work, adds=sums is not None)
-            made |= repair.backward_launches(self._whole, t, dout, self._block_m)
-            names = (*_OPERANDS, *operand_names(t))
-            steps = [Step(each, names, t.q.device) for each in made.values()]
-            self._steps[sums is not None] = steps
-        run(steps, (
-            t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
-            t.attn_bias, t.attn_mask, t.row_keys, t.key_rows, t.key_blocks, t.key_items,
-            None if self._bounds is None else empty_bounds(self._bounds, t.q), t.rng_state, terms,
-            None if self._repair_bounds is None else empty_bounds(self._repair_bounds, t.q), t.row_blocks, t.row_items,
-            *read_by_mods(t, self._problem),
-        ))  # fmt: skip
-        self._finish(work, sums is not None, dk, dv)
-        if t.sinks is not None and wanted.sinks:
-            dsinks = self._sinks_gradient(t.sinks, work)
-            if terms is not None:
-                dsinks += repair.sinks_gradient(self._problem, t, lse, terms)
-        return Gradients(dq, dk, dv, None, dsinks)
+        """Prepares nothing yet: as ``BackwardPlan``, of a dout like this one."""
+        super().__init__(device, prepare, not tensor_maps.is_readable(dout), finish)
+        self._problem, self._config = problem, configs.in_chain(config)
+        self._chain = Plan(device, functools.partial(_prepare_chained, problem, self._config))
+        self._layout: Workspace | None = None
 
     def in_chain(
         self,
@@ -163,61 +123,63 @@ class BackwardPlan:
         heads: tuple[int, int] | None = None,
     ) -> Gradients:
         """The same for a call of a chain, which has rows and keys; see ``Chain``."""
-        t, wanted, is_last = tensors, self._problem.grads, chain.calls == 1
-        dout = dout.contiguous() if self._copies_dout else dout
-        out = out if out.data_ptr() % 16 == 0 else out.clone()
-        kind = sums is not None and heads is None, chain.work is None, is_last, heads
-        steps = self._steps.get(kind)
-        if steps is None:
-            made = chain_launches(self._problem, t, dout, dlse, self._in_chain, *kind)
-            steps = self._steps[kind] = [Step(each, _OPERANDS, t.q.device) for each in made if each]
+        made = self.given(out, lse, dout, dlse, None)
+        if sums is not None:
+            made["dk"], made["dv"] = sums.dk, sums.dv
+        kind = sums is not None and heads is None, chain.work is None, chain.calls == 1, heads
         if chain.work is None:
-            layout = self._of_chain = self._of_chain or _chain_workspace(self._problem, self._in_chain, t)
-            work, counter = chain.work = t.q.new_empty(layout.floats, dtype=torch.float32), layout.counter_at // 4
+            self._layout = self._layout or _chain_workspace(self._problem, self._config, tensors)
+            counter = self._layout.counter_at // 4
         else:
-            work, counter = chain.work
-            work[counter:].zero_()  # and dq_order
+            made["work"], counter = chain.work
+            made["work"][counter:].zero_()  # and dq_order
         chain.calls -= 1
-        dq = _empty_contiguous(t.q, t.q.dtype) if is_last and wanted.q else None
-        if sums is None:
-            dk, dv = (self._empty_like(x) if named else None for x, named in ((t.k, wanted.k), (t.v, wanted.v)))
-        else:
-            dk, dv = sums.dk, sums.dv
-        run(steps, (
-            t.q, t.k, t.v, out, lse, dout, dlse, dq, dk, dv, work, t.cu_seqlens_q, t.cu_seqlens_k, t.alibi_slopes,
-            None, None, None, None, None, None, None, t.rng_state,
-        ))  # fmt: skip
-        return Gradients(dq, dk, dv)
+        self._chain.run(tensors, made, kind)
+        chain.work = made["work"], counter
+        return Gradients(made.get("dq"), made.get("dk"), made.get("dv"))
 
-    @staticmethod
-    def _choose(problem: Problem) -> Any:
-        return configs.choose(problem)
 
-    @staticmethod
-    def _bounds_of(problem: Problem, tensors: Tensors) -> int:
-        return most_bounds(problem, tensors, over_keys=True)
+def _prepare_chained(
+    problem: Problem, config: Config, t: Tensors, made: Made, kind: tuple[bool, bool, bool, tuple[int, int] | None]
+) -> tuple[Memory, dict[str, Launch]]:
+    """``kind``: whether it adds, whether it is the chain's first call, whether its last, and its key heads."""
+    _, _, is_last, _ = kind
+    memory = gradient_memory(problem, t)
+    memory["work"] = empty(t.q.device, (_chain_workspace(problem, config, t).floats,))
+    if "dq" in memory:
+        memory["dq"] = empty(t.q.device, t.q.shape, t.q.dtype)
+        if not is_last:
+            del memory["dq"]
+    return memory, chain_launches(problem, t, made["dout"], made["dlse"], config, *kind)
 
-    @staticmethod
-    def _workspace(problem: Problem, config: Any, tensors: Tensors) -> Workspace:
-        return Workspace.of(problem, config, tensors)
 
-    def _finish(self, work: Tensor, adds: bool, dk: Tensor | None, dv: Tensor | None) -> None:
-        """What no launch does, from the workspace to dk and dv."""
+def keeps_nothing(problem: Problem, t: Tensors) -> bool:
+    """Whether a call has no pairs of a row and a key. TMA has no map of an empty tensor."""
+    left, right = problem.band.left, problem.band.right
+    return (left is not None and right is not None and left + right < 0) or t.q.numel() == 0 or t.k.numel() == 0
 
-    @staticmethod
-    def _launches(
-        problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Any, work: Workspace, *,
-        adds: bool,
-    ) -> dict[str, Launch]:  # fmt: skip
-        return launches(problem, tensors, dout, dlse, config, work, adds=adds)
 
-    def _sinks_gradient(self, sinks: Tensor, work: Tensor) -> Tensor:
-        """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value, and so whose dprobs, is 0."""
-        p = self._problem
-        rows = work[self._work.rows_at // 4 : self._work.counter_at // 4]
-        lse_log2, delta = rows.view(1 if p.varlen else p.batch, p.num_heads_q, -1, 2, self._block_m).unbind(3)
-        weight = torch.exp2(sinks.float()[:, None, None] * LOG2_E - lse_log2)
-        return -(weight * delta).sum(dim=(0, 2, 3)).to(sinks.dtype)
+def without_pairs(
+    problem: Problem, t: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    sums: Gradients | None = None,
+) -> Gradients:  # fmt: skip
+    """The gradients of a call that keeps no pairs."""
+    if sums is None:
+        made: Made = {name: allocate().zero_() for name, allocate in gradient_memory(problem, t).items()}
+        sums = Gradients(**made)
+    dsinks = None
+    if t.sinks is not None and problem.grads.sinks:
+        dsinks = _sinks_gradient_without_keys(t.sinks, lse, dlse)
+    return Gradients(sums.dq, sums.dk, sums.dv, None, dsinks)
+
+
+def _sinks_gradient(problem: Problem, config: Any, work: Workspace, sinks: Tensor, space: Tensor) -> Tensor:
+    """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value, and so whose dprobs, is 0."""
+    p = problem
+    rows = space[work.rows_at // 4 : work.counter_at // 4]
+    lse_log2, delta = rows.view(1 if p.varlen else p.batch, p.num_heads_q, -1, 2, config.block_m).unbind(3)
+    weight = torch.exp2(sinks.float()[:, None, None] * LOG2_E - lse_log2)
+    return -(weight * delta).sum(dim=(0, 2, 3)).to(sinks.dtype)
 
 
 def launches(
@@ -251,15 +213,16 @@ def launches(
 def chain_launches(
     problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, adds: bool, is_first: bool,
     is_last: bool, heads: tuple[int, int] | None = None,
-) -> tuple[Launch | None, Launch, Launch | None]:  # fmt: skip
-    """The launches of a call of a ``Chain``: what comes before the main kernel and after it knows no sequences."""
+) -> dict[str, Launch]:  # fmt: skip
+    """The launches of a call of a ``Chain``, by name; those beside the main kernel know no sequences."""
     one, rows = _as_one(problem), replace(tensors, cu_seqlens_q=None, cu_seqlens_k=None)
     work = _chain_workspace(problem, config, tensors)
-    return (
-        preprocess_launch(one, rows, dout, dlse, config, work, False) if is_first else None,
-        _main_launch(problem, tensors, dout, config, work, adds, chained=heads or (0, problem.num_heads_kv)),
-        _finish_launch(one, rows, config, work, "dq", False) if is_last else None,
-    )
+    made = {"prepare_rows": preprocess_launch(one, rows, dout, dlse, config, work, False)} if is_first else {}
+    chained = heads or (0, problem.num_heads_kv)
+    made["attention_backward"] = _main_launch(problem, tensors, dout, config, work, adds, chained=chained)
+    if is_last and (finish := _finish_launch(one, rows, config, work, "dq", False)) is not None:
+        made["finish_dq"] = finish
+    return made
 
 
 def _chain_workspace(problem: Problem, config: Config, tensors: Tensors) -> Workspace:
@@ -468,11 +431,6 @@ def _heads_at_once(problem: Problem, config: Config, heads: int, rows_q: int, ro
     if least >= heads:
         return heads
     return next((n for n in range(least, 2 * least) if n >= heads or heads % n == 0), least)
-
-
-def _empty_contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``torch.empty_like``, but contiguous, and slower."""
-    return x.new_empty(x.shape, dtype=dtype)
 
 
 def _sinks_gradient_without_keys(sinks: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

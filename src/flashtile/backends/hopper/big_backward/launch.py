@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
@@ -11,16 +11,18 @@ from flashtile.backends.gpu.device.records import Call, Heads
 from flashtile.backends.gpu.intervals import Side, bounds_launch, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.named import device_code
+from flashtile.backends.gpu.plan import BackwardPlan, Made
 from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import launch as backward
-from flashtile.backends.hopper.backward.launch import BackwardPlan
 from flashtile.backends.hopper.backward.records import Schedule, Splits
 from flashtile.backends.hopper.backward.workspace import Workspace
 from flashtile.backends.hopper.big_backward import config as configs
 from flashtile.backends.hopper.big_backward.config import BLOCK, Config
 from flashtile.backends.hopper.big_backward.records import Gradient, Grid
-from flashtile.backends.hopper.forward.config import has_slope
+from flashtile.backends.hopper.forward.config import by_bits, has_slope
+from flashtile.call import backend as base
+from flashtile.call.backend import Gradients
 from flashtile.call.problem import Problem, Tensors
 
 big_backward = device_code("flashtile.backends.hopper.big_backward.kernel").big_backward
@@ -35,35 +37,27 @@ _CACHE_BYTES = 25 * 1024 * 1024
 _MULTIPROCESSORS, _TILES_EACH, _SPLITS_EACH = 132, 2, 4
 
 
-class BigBackwardPlan(BackwardPlan):
-    """Gradients of calls of one kind; see ``BackwardPlan``. It takes no part in a ``Chain``."""
+def plan(
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config | None = None
+) -> base.Plan:
+    """Gradients of calls of one kind; see ``backward.launch.plan``. The plan takes no part in a ``Chain``."""
+    if backward.keeps_nothing(problem, tensors):
+        return functools.partial(backward.without_pairs, problem)
+    p = by_bits(problem)
+    config, work = config or configs.choose(p), workspace(p, tensors)
 
-    @staticmethod
-    def _choose(problem: Problem) -> Any:
-        return configs.choose(problem)
+    def finish(t: Tensors, made: Made, adds: bool) -> Gradients:
+        # From the splits' sums to dk and dv, in a fixed order.
+        for name, at in (("dk", work.dk_at), ("dv", work.dv_at)):
+            if at is not None:
+                grad, count = made[name], work.gqa_splits
+                sums = made["work"][at // 4 : at // 4 + count * grad.numel()]
+                total = sums.view(*grad.shape[:-1], count, grad.shape[-1]).sum(-2)
+                _ = grad.add_(total) if adds else grad.copy_(total)
+        return backward.finished(p, config, work, t, made, adds)
 
-    @staticmethod
-    def _bounds_of(problem: Problem, tensors: Tensors) -> int:
-        return sum(most_bounds(problem, tensors, over_keys=over_keys) for over_keys in (True, False))
-
-    @staticmethod
-    def _workspace(problem: Problem, config: Any, tensors: Tensors) -> Workspace:
-        return workspace(problem, tensors)
-
-    def _finish(self, work: Tensor, adds: bool, dk: Tensor | None, dv: Tensor | None) -> None:
-        """From the splits' sums to dk and dv, in a fixed order."""
-        count = self._work.gqa_splits
-        for grad, at in ((dk, self._work.dk_at), (dv, self._work.dv_at)):
-            if grad is not None and at is not None:
-                sums = work[at // 4 : at // 4 + count * grad.numel()].view(*grad.shape[:-1], count, grad.shape[-1])
-                _ = grad.add_(sums.sum(-2)) if adds else grad.copy_(sums.sum(-2))
-
-    @staticmethod
-    def _launches(
-        problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Any, work: Workspace, *,
-        adds: bool,
-    ) -> dict[str, Launch]:  # fmt: skip
-        return launches(problem, tensors, dout, dlse, config, adds=adds)
+    prepare = functools.partial(backward.prepared, problem, config, work, launches)
+    return BackwardPlan(tensors.q.device, prepare, not tensor_maps.is_readable(dout), finish)
 
 
 def workspace(problem: Problem, tensors: Tensors) -> Workspace:
@@ -103,10 +97,11 @@ def _blocks(problem: Problem, own: Tensor) -> int:
 
 
 def launches(
-    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, *, adds: bool = False
-) -> dict[str, Launch]:
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config,
+    work: Workspace | None = None, *, adds: bool = False,
+) -> dict[str, Launch]:  # fmt: skip
     """The launches by name, in order: tables, bounds of intervals, preprocess, a kernel for each wanted gradient."""
-    work, wanted = workspace(problem, tensors), problem.grads
+    work, wanted = work or workspace(problem, tensors), problem.grads
     made = table_launches(problem, tensors)
     if problem.intervals:
         made["interval_bounds"] = bounds_launch(problem, tensors, _side(problem, tensors, over_keys=True))

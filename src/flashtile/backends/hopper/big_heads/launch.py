@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flashtile.backends.gpu.intervals import bounds_launch
@@ -15,8 +13,9 @@ from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.big_heads import config as configs
 from flashtile.backends.hopper.big_heads.config import Config
 from flashtile.backends.hopper.device.records import Columns
-from flashtile.backends.hopper.forward.launch import OF_ROWS, ForwardPlan, is_same, meets_edges, num_programs
+from flashtile.backends.hopper.forward.launch import OF_ROWS, is_same, meets_edges, num_programs, plan_of
 from flashtile.backends.hopper.records import call_of, keys_of, mods_of, output_of, rows_of, schedule_of
+from flashtile.call.backend import Plan
 from flashtile.call.problem import Problem, Tensors
 
 big_heads_forward = device_code("flashtile.backends.hopper.big_heads.kernel").big_heads_forward
@@ -26,16 +25,9 @@ big_heads_forward = device_code("flashtile.backends.hopper.big_heads.kernel").bi
 _BOX = 64
 
 
-class BigHeadsPlan(ForwardPlan):
-    """The forward of calls of one kind; see ``ForwardPlan``."""
-
-    @staticmethod
-    def _choose(problem: Problem, score_bytes: tuple[int, int], rows: int) -> Any:
-        return configs.choose(problem, score_bytes, rows)
-
-    @staticmethod
-    def _launches(problem: Problem, tensors: Tensors, config: Any, *, is_joined: bool = False) -> dict[str, Launch]:
-        return launches(problem, tensors, config, is_joined=is_joined)
+def plan(problem: Problem, tensors: Tensors, config: Config | None = None) -> Plan:
+    """The forward of calls of one kind; see ``forward.launch.plan``."""
+    return plan_of(problem, tensors, config, configs.choose, launches)
 
 
 def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> dict[str, Launch]:

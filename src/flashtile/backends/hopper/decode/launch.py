@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from flashtile.backends.gpu.decode.config import Config
-from flashtile.backends.gpu.decode.launch import Bounds, attention_call
+from flashtile.backends.gpu.decode.launch import Attention, attention, attention_call
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.records import multiprocessors
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.decode.config import choose
 from flashtile.backends.hopper.device.records import Maps, Warps
@@ -16,12 +15,9 @@ from flashtile.call.problem import Problem
 wide_cache_attention = device_code("flashtile.backends.hopper.decode.kernel").wide_cache_attention
 
 
-def attending(problem: Problem, tensors: CacheTensors) -> list[tuple[Launch, int, int]]:
-    """The launch that attends, its floats and counters."""
-    config = choose(problem)
-    bounds = Bounds(problem, tensors, config)
-    launch = wide_launch(problem, tensors, config, multiprocessors(tensors.q.device))
-    return [(launch, bounds.floats, bounds.counters)]
+def attend(problem: Problem, tensors: CacheTensors) -> list[Attention]:
+    """The launch that attends."""
+    return [attention(problem, tensors, choose(problem), wide_launch)]
 
 
 def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms: int) -> Launch:
@@ -34,7 +30,9 @@ def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms
     # Boxes of pages smaller than a block are 64 columns wide.
     rows = min(config.block_n, p.keys.page_size or config.block_n)
     cols = p.head_dim if rows == config.block_n else 64
-    k, v = (tensor_maps.entries_map(name, x, rows, cols) for name, x in (("k", t.k_cache), ("v", t.v_cache)))
+    k, v = (
+        tensor_maps.entries_map(name, x, rows, cols) for name, x in (("k_cache", t.k_cache), ("v_cache", t.v_cache))
+    )
     maps = Maps(k, v, *(x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache)))
     arguments = {"call": call, "maps": maps, "warps": Warps(config.num_stages, consumer, few)}
     return Launch(wide_cache_attention, programs, arguments, {"num_warps": 4, "maxnreg": most})

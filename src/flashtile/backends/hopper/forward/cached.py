@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.decode.config import bounded
+from flashtile.backends.gpu.decode.records import pages_of, queries_of
 from flashtile.backends.gpu.device.records import Rows
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.records import indices
@@ -27,10 +28,10 @@ _MOST_TILES_OF_MIXED = 8
 def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, int] | None = None) -> Launch:
     """The launch of a call; ``leaves``: (most packed rows a key head, keys above which) sequences go to another one.
 
-    Operands are ``DecodePlan``'s: k and v are the caches, counters the tile counter.
+    The operand "counters" is the tile counter.
     """
     p, t = bounded(problem), tensors
-    q = t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()
+    q_name, q = queries_of(t)
     plain = Tensors(q, t.k_cache, t.v_cache, t.alibi_slopes, sinks=t.sinks, cu_seqlens_q=t.cu_seqlens_q)
     config = configs.choose(p, rows=q.shape[-3])
     has_new = t.k is not None and t.cu_seqlens_k_new is None
@@ -42,13 +43,13 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         mixed = int(rows <= _MOST_TILES_OF_MIXED * tile * p.batch)
     gathers = configs.gathers(p)
     cache = Cache(
-        indices(t.cache_seqlens, "cached"),
-        None if t.k is None else indices(t.cu_seqlens_k_new, "cu_seqlens_new"),
+        indices(t.cache_seqlens, "cache_seqlens"),
+        None if t.k is None else indices(t.cu_seqlens_k_new, "cu_seqlens_k_new"),
         t.k.shape[1] if t.k is not None and has_new else 0,
-        indices(t.cache_batch_idx, "entries"),
-        Pointer(torch.int32, "pages") if t.in_pages else None,
+        indices(t.cache_batch_idx, "cache_batch_idx"),
+        pages_of(t),
         None if t.page_table is None else t.page_table.stride(0),
-        indices(t.page_indptr, "indptr"),
+        indices(t.page_indptr, "page_indptr"),
         None if gathers else t.v_cache.stride(0) // t.v_cache.stride(1),
         None if t.causal is None else Pointer(torch.uint8, "causal"),
         mixed, paging_of(p.keys.page_size) if gathers else None, None if gathers else p.keys.page_size, few, long,
@@ -56,7 +57,7 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
     )  # fmt: skip
     out_map = tensor_maps.rows_map("out", t.out, config.strip, config.out_cols, p.varlen)
     keys = _copied_keys(t, config) if gathers else _boxes_of_keys(p, t, config)
-    return forward_launch(p, plain, config, cached=(cache, *keys, out_map))
+    return forward_launch(p, plain, config, cached=(cache, *keys, out_map, q_name))
 
 
 def _scale(name: str, scale: Tensor | None) -> CacheScale:
@@ -80,7 +81,7 @@ def _copied_keys(tensors: CacheTensors, config: Config) -> tuple[Rows, Rows]:
         entry, row, head, _ = cache.stride()
         return Rows(pointer(cache, name), None, entry, row, head, cache.shape[3], width, _UNIT, False)
 
-    return rows("k", tensors.k_cache, config.block_d), rows("v", tensors.v_cache, config.block_dv)
+    return rows("k_cache", tensors.k_cache, config.block_d), rows("v_cache", tensors.v_cache, config.block_dv)
 
 
 def _boxes_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tuple[Rows, Rows]:
@@ -91,6 +92,6 @@ def _boxes_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> t
     most = 256 if rows == config.block_n and not config.widens else 128 // problem.precision.kv.itemsize
     cols, cols_v = (min(configs.narrowest(width), most) for width in (config.block_d, config.block_dv))
     return (
-        rows_of(tensor_maps.rows_map("k", tensors.k_cache, rows, cols, varlen=False), config.block_d),
-        rows_of(tensor_maps.entries_map("v", tensors.v_cache, rows, cols_v), config.block_dv),
+        rows_of(tensor_maps.rows_map("k_cache", tensors.k_cache, rows, cols, varlen=False), config.block_d),
+        rows_of(tensor_maps.entries_map("v_cache", tensors.v_cache, rows, cols_v), config.block_dv),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,18 +11,20 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Rows
-from flashtile.backends.gpu.host import Step, kept, like_floats, run
-from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
+from flashtile.backends.gpu.host import kept
+from flashtile.backends.gpu.intervals import Side, bounds_launch
 from flashtile.backends.gpu.launch import Launch, TensorMap
 from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.records import num_packed_tiles, operand_names, read_by_mods, table_launches
+from flashtile.backends.gpu.plan import ForwardPlan, Memory, forward_memory
+from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Cache
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import Config
 from flashtile.backends.hopper.records import call_of, keys_of, mods_of, output_of, rows_of, schedule_of
 from flashtile.backends.portable import repair
+from flashtile.call.backend import Plan
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import states
 from flashtile.core.states import Partial
@@ -29,92 +32,36 @@ from flashtile.core.states import Partial
 attention_forward = device_code("flashtile.backends.hopper.forward.kernel").attention_forward
 
 
-_OPERANDS = (
-    "q", "k", "v", "out", "lse", "sinks", "cu_seqlens_q", "cu_seqlens_k", "counter", "alibi", "bias", "mask",
-    "partial_out", "partial_lse", "row_keys", "key_rows", "row_blocks", "row_items", "bounds", "rng_state",
-    repair.BOUNDS,
-)  # fmt: skip
-_NO_PARTIAL: tuple[Tensor | None, Tensor | None] = (None, None)
+def plan(problem: Problem, tensors: Tensors, config: Config | None = None) -> Plan:
+    """The forward of calls of one kind, as ``call.backend.Forward`` says.
+
+    Args:
+        problem: A call that the backend's capabilities cover.
+        tensors: Tensors of its layouts.
+        config: Tiles to use instead of the chosen ones, for tuning.
+    """
+    return plan_of(problem, tensors, config, configs.choose, launches)
 
 
-class ForwardPlan:
-    """The forward of calls of one kind: ``plan(tensors)`` returns out and lse, as ``call.backend.Forward`` says."""
+def plan_of(problem: Problem, tensors: Tensors, config: Any, choose: Any, launches: Any) -> Plan:
+    """``plan`` of a kernel with tiles and launches of its own."""
+    # TMA has no map of an empty tensor.
+    if tensors.q.numel() == 0 or tensors.k.numel() == 0:
+        return functools.partial(without_keys, problem)
+    config = config or choose(configs.by_bits(problem), tensor_maps.score_bytes(tensors), tensors.q.shape[-3])
 
-    def __init__(self, problem: Problem, tensors: Tensors, config: Any = None) -> None:
-        """Prepares the launch.
+    def prepare(t: Tensors, _: Any, is_joined: bool) -> tuple[Memory, dict[str, Launch]]:
+        p, tiles = configs.by_bits(problem), replace(config, strip=config.block_m) if is_joined else config
+        memory = forward_memory(p, t) | counter_memory(config, t.q.device) | repair.forward_memory(problem, t)
+        made = launches(p, t, tiles, is_joined=is_joined)
+        return memory, made | repair.forward_launches(problem, t, is_joined=is_joined)
 
-        Args:
-            problem: A call that the backend's capabilities cover.
-            tensors: Tensors of its layouts.
-            config: Tiles to use instead of the chosen ones, for tuning.
-        """
-        q, k = tensors.q, tensors.k
-        self._whole, problem = problem, configs.by_bits(problem)
-        self._problem = problem
-        self._out_shape = (*q.shape[:-1], problem.head_dim_v)
-        self._out_is_like_q = q.is_contiguous() and self._out_shape == q.shape and problem.out_dtype == q.dtype
-        self._like_lse = like_floats(q, problem.lse_shape(q))
-        # TMA has no map of an empty tensor.
-        self._is_empty = q.numel() == 0 or k.numel() == 0
-        if self._is_empty:
-            return
-        self._config = config or self._choose(problem, tensor_maps.score_bytes(tensors), q.shape[-3])
-        self._is_dynamic = self._config.dynamic
-        self._device = q.device
-        self._steps = self._steps_of(tensors, self._config)
-        self._joining: tuple[Step, ...] | None = None
-        self._bounds = most_bounds(problem, tensors) if problem.intervals else None
-        self._repair_bounds = repair.forward_bounds(problem, tensors)
-
-    def __call__(
-        self, tensors: Tensors, partial: Partial | None = None, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Attention's output and log-sum-exp, merged with ``partial``, those over other keys, if given."""
-        t = tensors
-        if into is not None:
-            out = into
-        elif self._out_is_like_q:
-            out = torch.empty_like(t.q)
-        else:
-            out = t.q.new_empty(self._out_shape, dtype=self._problem.out_dtype)
-        lse = torch.empty_like(self._like_lse)
-        if self._is_empty:
-            out, lse = without_keys(self._problem, t.sinks, t.cu_seqlens_q, out, lse)
-            return (out, lse) if partial is None else _joined(partial, out, lse)
-        tile_counter = counter(self._device) if self._is_dynamic else None
-        steps, parts = self._steps, _NO_PARTIAL
-        if partial is not None:
-            if self._joining is None:
-                config = replace(self._config, strip=self._config.block_m)
-                self._joining = self._steps_of(t, config, is_joined=True)
-            steps, parts = self._joining, (partial.out, partial.lse)
-        run(steps, (
-            t.q, t.k, t.v, out, lse, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k, tile_counter, t.alibi_slopes, t.attn_bias,
-            t.attn_mask, *parts, t.row_keys, t.key_rows, t.row_blocks, t.row_items,
-            None if self._bounds is None else empty_bounds(self._bounds, t.q), t.rng_state,
-            None if self._repair_bounds is None else empty_bounds(self._repair_bounds, t.q),
-            *read_by_mods(t, self._problem),
-        ))  # fmt: skip
-        return out, lse
-
-    @staticmethod
-    def _choose(problem: Problem, score_bytes: tuple[int, int], rows: int) -> Any:
-        return configs.choose(problem, score_bytes, rows)
-
-    def _steps_of(self, t: Tensors, config: Any, *, is_joined: bool = False) -> tuple[Step, ...]:
-        made = self._launches(self._problem, t, config, is_joined=is_joined)
-        made |= repair.forward_launches(self._whole, t, is_joined=is_joined)
-        return tuple(Step(each, (*_OPERANDS, *operand_names(t)), t.q.device) for each in made.values())
-
-    @staticmethod
-    def _launches(problem: Problem, tensors: Tensors, config: Any, *, is_joined: bool = False) -> dict[str, Launch]:
-        return launches(problem, tensors, config, is_joined=is_joined)
+    return ForwardPlan(tensors.q.device, prepare)
 
 
-def _joined(partial: Partial, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """``states.joined`` in out's dtype."""
-    both, lse = states.joined(partial, out, lse)
-    return both.to(out.dtype), lse
+def counter_memory(config: Any, device: torch.device) -> Memory:
+    """The counter of tiles, where one is used."""
+    return {"counters": functools.partial(counter, device)} if config.dynamic else {}
 
 
 # Rows for which there are bounds of intervals.
@@ -135,7 +82,7 @@ def forward_launch(
     config: Config,
     *,
     is_joined: bool = False,
-    cached: tuple[Cache, Rows, Rows, TensorMap] | None = None,
+    cached: tuple[Cache, Rows, Rows, TensorMap, str] | None = None,
 ) -> Launch:
     """The forward's launch: what a plan repeats and what a build compiles.
 
@@ -144,16 +91,17 @@ def forward_launch(
         tensors: Its tensors.
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
-        cached: Where the keys of a call over a cache lie, they and the values as rows, and the map of the output.
+        cached: Where the keys of a call over a cache lie, they and the values as rows, the map of the output, and the
+            operand of the queries.
     """
     p, t = problem, tensors
     programs = num_programs(p, t, config)
     equal_lengths = p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k)
     # Only the device knows where in a block the keys of a cache end.
     has_edges = meets_edges(p, config, equal_lengths) or (cached is not None and p.band.right is not None)
-    cache, k, v, out_map = cached or (None, *_rows_of_keys(p, t, config), _map_of_out(p, t.q, config))
+    cache, k, v, out_map, q_name = cached or (None, *_rows_of_keys(p, t, config), _map_of_out(p, t.q, config), "q")
     q_cols = configs.narrowest(config.block_d)
-    q_map = tensor_maps.rows_map("q", t.q, config.strip, min(q_cols, 64) if config.pack_gqa else q_cols, p.varlen)
+    q_map = tensor_maps.rows_map(q_name, t.q, config.strip, min(q_cols, 64) if config.pack_gqa else q_cols, p.varlen)
     # At head_dim 80 a sixth of the products of queries and keys would be with zeros.
     q = rows_of(q_map, config.block_d, 80 if p.head_dim <= 80 and config.block_d == 96 else None)
     bias_map, mask_map = (
@@ -164,7 +112,7 @@ def forward_launch(
     arguments = {
         "call": call_of(p, t, (q, k, v), keys_of(p, t, cache), mods),
         "output": output_of(p, out_map, config.block_dv, is_joined),
-        "schedule": schedule_of(p, config, has_edges, "counter" if cache is None else "counters"),
+        "schedule": schedule_of(p, config, has_edges),
     }
     return Launch(attention_forward, programs, arguments, {"num_warps": 4, "maxnreg": config.max_registers})
 
@@ -250,18 +198,22 @@ def counter(device: torch.device) -> Tensor:
 
 
 def without_keys(
-    problem: Problem, sinks: Tensor | None, cu_seqlens_q: Tensor | None, out: Tensor, lse: Tensor
+    problem: Problem, t: Any, partial: Partial | None = None, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """No keys at all, or no rows."""
+    """A forward, also a quantized one, without any keys, or without rows."""
+    sinks, shape = t.sinks, (*t.q.shape[:-1], problem.head_dim_v)
+    out = t.q.new_empty(shape, dtype=problem.out_dtype) if into is None else into
+    lse = torch.zeros(problem.lse_shape(t.q), device=t.q.device)
     out.zero_()
-    lse.zero_()
     found = lse[..., 0] if problem.large_scores else lse
     found.fill_(-math.inf)
     if sinks is not None and lse.numel():
         if problem.varlen:
-            assert cu_seqlens_q is not None
-            rows = torch.arange(found.shape[1], device=lse.device) < cu_seqlens_q[-1]
+            rows = torch.arange(found.shape[1], device=lse.device) < t.cu_seqlens_q[-1]
             found.copy_(torch.where(rows, sinks[:, None].float(), found))
         else:
             found.copy_(sinks[:, None].float().expand(found.shape))
-    return out, lse
+    if partial is None:
+        return out, lse
+    both, lse = states.joined(partial, out, lse)
+    return both.to(out.dtype), lse

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode import records
+from flashtile.backends.gpu.decode.launch import Attention
 from flashtile.backends.gpu.launch import DEFAULT, Launch, TensorMap
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import geometry, multiprocessors
@@ -19,13 +19,13 @@ from flashtile.call.problem import Problem
 latent_attention = device_code("flashtile.backends.hopper.latent.kernel").latent_attention
 
 
-def attending(problem: Problem, tensors: CacheTensors) -> list[tuple[Launch, int, int]]:
-    """The launch that attends, its floats and counters."""
+def attend(problem: Problem, tensors: CacheTensors) -> list[Attention]:
+    """The launch that attends."""
     return [latent_launch(problem, tensors)]
 
 
-def latent_launch(problem: Problem, tensors: CacheTensors) -> tuple[Launch, int, int]:
-    """The launch of the attention, the floats of its workspace and its counters.
+def latent_launch(problem: Problem, tensors: CacheTensors) -> Attention:
+    """The launch of the attention, with what it needs.
 
     A program leaves two states at most, that of the tile that it begins in and that of the one that it ends in.
     """
@@ -42,7 +42,7 @@ def latent_launch(problem: Problem, tensors: CacheTensors) -> tuple[Launch, int,
     c, lanes = config, lanes_of(p, min(config.most_lanes, programs))
     k, v = (
         tensor_maps.entries_map(name, x, rows, cols)
-        for name, x, cols in (("k", t.k_cache, 64), ("v", t.v_cache, c.piece if p.row_scale else 64))
+        for name, x, cols in (("k_cache", t.k_cache, 64), ("v_cache", t.v_cache, c.piece if p.row_scale else 64))
     )
     k_rows, v_rows = (x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache))
     s = t.row_scale
@@ -54,14 +54,13 @@ def latent_launch(problem: Problem, tensors: CacheTensors) -> tuple[Launch, int,
     # All that a multiprocessor has for each of 20 warps, or of 16.
     most = 96 if p.row_scale else 128
     launch = Launch(latent_attention, programs, {"call": call, "latent": latent}, {"num_warps": 4, "maxnreg": most})
-    return launch, slots * (p.head_dim_v + 4), 4 * programs
+    return Attention(launch, slots * (p.head_dim_v + 4), 4 * programs)
 
 
 def queries_of(problem: Problem, tensors: CacheTensors) -> tuple[TensorMap | None, TensorMap | None]:
     """The queries' own columns and those of the values as TMA loads them, or None if it cannot load one of them."""
     p, t = problem, tensors
-    own = t.q if t.rotary_cos is None else torch.empty_like(t.q, device="meta").contiguous()
-    maps = [query_map(name, x) for name, x in (("q", own), ("qv", t.qv)) if x is not None]
+    maps = [query_map(name, x) for name, x in (records.queries_of(t), ("qv", t.qv)) if x is not None]
     return (None, None) if p.num_heads_kv > 1 or None in maps else (maps[0], maps[1])
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+import functools
+from typing import Any
+
 from torch import Tensor
 
 from flashtile.backends.gpu.device.records import LOG2_E, Scale
-from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import DEFAULT, Launch, TensorMap, pointer
 from flashtile.backends.gpu.named import device_code
+from flashtile.backends.gpu.plan import ForwardPlan, Memory, forward_memory
 from flashtile.backends.gpu.records import geometry
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Scales
@@ -16,6 +18,7 @@ from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.quantized import config as configs
 from flashtile.backends.hopper.quantized.config import Config
 from flashtile.backends.hopper.records import call_of, keys_of, output_of, plain_mods, rows_of, schedule_of
+from flashtile.call.backend import Plan
 from flashtile.call.problem import Problem
 from flashtile.call.quantized_arguments import QuantizedTensors
 from flashtile.call.quantized_problem import scale_strides
@@ -23,42 +26,18 @@ from flashtile.call.quantized_problem import scale_strides
 attention_quantized = device_code("flashtile.backends.hopper.quantized.kernel").attention_quantized
 
 
-_OPERANDS = (
-    "q", "k", "v", "out", "lse", "sinks", "shift", "cu_seqlens_q", "cu_seqlens_k", "counter", "q_scale", "k_scale",
-    "v_scale", "out_scale",
-)  # fmt: skip
-
-
-class QuantizedPlan:
+def plan(problem: Problem, tensors: QuantizedTensors) -> Plan:
     """The forward of quantized calls of one kind; see ``call.backend.QuantizedForward``."""
+    # TMA has no map of an empty tensor.
+    if 0 in (tensors.q.numel(), tensors.k.numel(), tensors.v.numel()):
+        return functools.partial(forward.without_keys, problem)
+    config = configs.choose(problem)
 
-    def __init__(self, problem: Problem, tensors: QuantizedTensors) -> None:
-        """As ``forward.launch.ForwardPlan``."""
-        q = tensors.q
-        self._problem = problem
-        self._out_shape = (*q.shape[:-1], problem.head_dim_v)
-        self._like_lse = like_floats(q, problem.lse_shape(q))
-        # TMA has no map of an empty tensor.
-        self._is_empty = q.numel() == 0 or tensors.k.numel() == 0 or tensors.v.numel() == 0
-        if self._is_empty:
-            return
-        config = configs.choose(problem)
-        self._is_dynamic, self._device = config.dynamic, q.device
-        self._steps = (Step(quantized_launch(problem, tensors, config), _OPERANDS, q.device),)
+    def prepare(t: QuantizedTensors, *_: Any) -> tuple[Memory, dict[str, Launch]]:
+        memory = forward_memory(problem, t) | forward.counter_memory(config, t.q.device)
+        return memory, {"attention_quantized": quantized_launch(problem, t, config)}
 
-    def __call__(self, tensors: QuantizedTensors) -> tuple[Tensor, Tensor]:
-        """Attention's output and log-sum-exp."""
-        t = tensors
-        out = t.q.new_empty(self._out_shape, dtype=self._problem.out_dtype)
-        lse = torch.empty_like(self._like_lse)
-        if self._is_empty:
-            return forward.without_keys(self._problem, t.sinks, t.cu_seqlens_q, out, lse)
-        counter = forward.counter(self._device) if self._is_dynamic else None
-        run(self._steps, (
-            t.q, t.k, t.v, out, lse, t.sinks, t.shift, t.cu_seqlens_q, t.cu_seqlens_k, counter, t.q_scale, t.k_scale,
-            t.v_scale, t.out_scale,
-        ))  # fmt: skip
-        return out, lse
+    return ForwardPlan(tensors.q.device, prepare)
 
 
 def columns_map(v: Tensor, rows: int, cols: int) -> TensorMap:

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.host import Step, like_floats, run
-from flashtile.backends.gpu.intervals import Side, bounds_launch, empty_bounds, most_bounds
+from flashtile.backends.gpu.intervals import Side, bounds_launch, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.records import multiprocessors, operand_names, read_by_mods, rows_of, table_launches
-from flashtile.backends.gpu.trial import on_trial
+from flashtile.backends.gpu.plan import BackwardPlan, Made, Memory, empty, gradient_memory, table_memory
+from flashtile.backends.gpu.records import multiprocessors, rows_of, table_launches
 from flashtile.backends.portable.backward.config import (
     MOST_SUMS,
     PROGRAMS,
@@ -59,103 +58,42 @@ sum_gqa_splits = _preprocess.sum_gqa_splits
 _PREPARE_ROWS = 32
 # Float32 numbers, 1 MB: sequences that run at once add to different copies.
 _FEWEST_SUMS = 2**18
-_OPERANDS = (
-    "q", "k", "v", "dout", "alibi", "mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "rng_state", "origins", "out",
-    "lse", "dlse", "rows", "dq", "dk", "dv", "dbias", "row_keys", "key_rows", "row_blocks", "row_items", "key_blocks",
-    "key_items", "bounds",
-)  # fmt: skip
 
 
-class BackwardPlan:
+def plan(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> BackwardPlan:
     """The backward of calls with the same layouts and options; see ``call.backend.Backward``.
 
-    Computes only the gradients that ``problem.grads`` requests. Workspace: ``workspace.places_of``.
+    Computes only the gradients that ``problem.grads`` requests. The workspace "rows": ``workspace.places_of``.
     """
+    p, shares = problem, list[Any]()
+    if p.operand_grad:
+        from flashtile.backends.portable.backward import operands  # what few programs need is not loaded by all
 
-    def __init__(self, problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> None:
-        """Lays out no launch yet: tiles depend on those on trial when the plan runs."""
-        t = tensors
-        self._problem = problem
-        self._copies_dout = dout.stride(-1) != 1
-        self._like_rows = like_floats(t.q, (places_of(problem, t)[-1],))
-        self._empty_like: Callable[[Tensor], Tensor] = functools.partial(_empty_contiguous, dtype=problem.grad_dtype)
-        if problem.grad_dtype == problem.dtype and all(x.is_contiguous() for x in (t.q, t.k, t.v)):
-            self._empty_like = torch.empty_like
-        self._steps: dict[object, list[Step]] = {}
-        self._bounds = bounds_places(problem, t)[-1] if problem.intervals else None
-        self._shares: list[Any] = []
-        if problem.operand_grad:
-            from flashtile.backends.portable.backward import operands  # what few programs need is not loaded by all
+        shares = operands.shares_of(p, tensors)
 
-            self._shares, self._operands = operands.shares_of(problem, t), operands
+    def prepare(t: Tensors, made: Made, adds: bool) -> tuple[Memory, dict[str, Launch]]:
+        device = t.q.device
+        memory = gradient_memory(p, t) | table_memory(p, t.q) | {"rows": empty(device, (places_of(p, t)[-1],))}
+        if p.intervals:
+            memory["bounds"] = empty(device, (bounds_places(p, t)[-1],), torch.int32)
+        if t.attn_bias is not None and p.grads.bias:
+            memory["dbias"] = _dbias_memory(p, t.attn_bias)
+        for share in shares:
+            memory |= operands.memory_of(p, t, share)
+        return memory, launches(p, t, made["dout"], made["dlse"], adds=adds)
 
-    def __call__(
-        self,
-        tensors: Tensors,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        sums: Gradients | None = None,
-    ) -> Gradients:
-        """The gradients, from the forward's results, added to ``sums`` if given."""
-        p, t, wanted = self._problem, tensors, self._problem.grads
-        if self._copies_dout:
-            dout = dout.contiguous()
-        # The forward's results are 16-byte aligned, but a caller may pass others.
-        if (out.data_ptr() | lse.data_ptr()) % 16:
-            out, lse = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (out, lse))
-        rows, empty_like = torch.empty_like(self._like_rows), self._empty_like
-        if sums is None:
-            dq = empty_like(t.q) if wanted.q else None
-            dk = empty_like(t.k) if wanted.k else None
-            dv = empty_like(t.v) if wanted.v else None
-        else:
-            dq, dk, dv = sums.dq, sums.dk, sums.dv
-        bias, dbias = t.attn_bias, None
-        if bias is not None and wanted.bias:
-            dbias = _new_dbias(p, bias)
-        key = (sums is None, on_trial())
-        steps = self._steps.get(key)
-        if steps is None:
-            steps = self._steps[key] = or_tables(lambda: self._make(t, dout, dlse, sums is not None))
-        sums_of = [self._operands.new_sums(p, t, share) for share in self._shares]
-        run(steps, (
-            t.q, t.k, t.v, dout, t.alibi_slopes, t.attn_mask, t.attn_bias, t.cu_seqlens_q, t.cu_seqlens_k, t.rng_state,
-            t.origins, out, lse, dlse, rows, dq, dk, dv, dbias, t.row_keys, t.key_rows,
-            t.row_blocks, t.row_items, t.key_blocks, t.key_items,
-            None if self._bounds is None else empty_bounds(self._bounds, t.q),
-            *read_by_mods(t, self._problem), *(x for each in sums_of for x in each),
-        ))  # fmt: skip
-        dsinks = None
-        if t.sinks is not None and wanted.sinks:
-            of_rows = lse.shape[: 2 if p.varlen else 3]
-            delta = rows[: num_rows(p, t)].view(*of_rows[:-1], row_pitch(of_rows[-1], p.varlen))
-            dsinks = sinks_gradient(p, t.sinks, lse, delta[..., : of_rows[-1]])
-        if bias is not None and dbias is not None:
-            dbias = (dbias[0] if len(dbias) == 1 else dbias.sum(0)).to(bias.dtype)
-        return Gradients(dq, dk, dv, dbias, dsinks, self._of_operands(t, sums_of))
+    def finish(t: Tensors, made: Made, adds: bool) -> Gradients:
+        dbias, dsinks = made.get("dbias"), None
+        if t.sinks is not None and p.grads.sinks:
+            of_rows = made["lse"].shape[: 2 if p.varlen else 3]
+            delta = made["rows"][: num_rows(p, t)].view(*of_rows[:-1], row_pitch(of_rows[-1], p.varlen))
+            dsinks = sinks_gradient(p, t.sinks, made["lse"], delta[..., : of_rows[-1]])
+        if dbias is not None and t.attn_bias is not None:
+            dbias = (dbias[0] if len(dbias) == 1 else dbias.sum(0)).to(t.attn_bias.dtype)
+        of_operands = operands.gradients_of(p, t, shares, made) if shares else ()
+        return Gradients(made.get("dq"), made.get("dk"), made.get("dv"), dbias, dsinks, of_operands)
 
-    def _of_operands(self, t: Tensors, sums_of: list[list[Tensor]]) -> tuple[Tensor | None, ...]:
-        """The gradients of what the score mod captures, from their sums."""
-        if not self._shares:
-            return ()
-        totals: dict[int, Tensor] = {}
-        for share, sums in zip(self._shares, sums_of, strict=True):
-            found = self._operands.gradient_of(self._problem, t, share, sums)
-            totals[share.operand] = totals[share.operand] + found if share.operand in totals else found
-        wanted = zip(t.operands or (), self._problem.grads.operands, strict=True)
-        return tuple(
-            (totals[n].to(x.dtype) if n in totals else torch.zeros_like(x)) if is_wanted else None
-            for n, (x, is_wanted) in enumerate(wanted)
-        )
-
-    def _make(self, t: Tensors, dout: Tensor, dlse: Tensor | None, adds: bool) -> list[Step]:
-        made = launches(self._problem, t, dout, dlse, adds=adds).values()
-        names = (*_OPERANDS, *operand_names(t))
-        for share in self._shares:
-            names += (share.sums, f"greatest{share.number}")[: len(self._operands.new_sums(self._problem, t, share))]
-        return [Step(each, names, t.q.device) for each in made]
+    return BackwardPlan(tensors.q.device, prepare, dout.stride(-1) != 1, finish, or_tables)
 
 
 def bounds_places(problem: Problem, tensors: Tensors) -> tuple[int, int, int]:
@@ -176,11 +114,6 @@ def side_of(problem: Problem, tensors: Tensors, name: Kernel) -> Side:
 def _tiles_to_visit(problem: Problem, tensors: Tensors, name: Kernel, repair: Repair | None) -> Side:
     side = side_of(problem, tensors, name)
     return side if repair is None else side._replace(operand=repair.bounds)
-
-
-def _empty_contiguous(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``torch.empty_like``, but contiguous, and slower."""
-    return x.new_empty(x.shape, dtype=dtype)
 
 
 def launches(
@@ -304,13 +237,13 @@ def adds_bias(problem: Problem, bias: Tensor | None) -> bool:
     return bias is not None and may_add_bias(problem) and bias.numel() <= MOST_SUMS
 
 
-def _new_dbias(problem: Problem, bias: Tensor) -> Tensor:
+def _dbias_memory(problem: Problem, bias: Tensor) -> Callable[[], Tensor]:
     """What dbias is computed in, ``(parts, *bias.shape)``: float32 sums, or of its dtype if there is but one."""
     if adds_bias(problem, bias):
         parts = bias_entries(problem, bias) if _bias_batch(bias) == 1 else 1
-        return bias.new_zeros((parts, *bias.shape), dtype=torch.float32)
+        return functools.partial(torch.zeros, (parts, *bias.shape), device=bias.device)
     parts = bias_parts(problem, bias)
-    return bias.new_empty((parts, *bias.shape), dtype=bias.dtype if parts == 1 else torch.float32)
+    return empty(bias.device, (parts, *bias.shape), bias.dtype if parts == 1 else torch.float32)
 
 
 def _bias_batch(bias: Tensor) -> int:

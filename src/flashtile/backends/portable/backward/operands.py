@@ -8,7 +8,9 @@ that these too are added in a fixed order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from flashtile.backends.gpu.intervals import Side
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.gpu.named import device_code
+from flashtile.backends.gpu.plan import Memory
 from flashtile.backends.portable.backward.config import choose
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.device.records import BiasGradient, Diagonals, Partial, Places
@@ -167,42 +170,57 @@ def _by_distance(problem: Problem, sums: Tensor) -> tuple[Tensor, Tensor]:
     return n, total.flatten(2)
 
 
-def new_sums(problem: Problem, t: Tensors, share: Share) -> list[Tensor]:
+def memory_of(problem: Problem, t: Tensors, share: Share) -> Memory:
     """What a share is summed in: the sums, and of two launches the greatest magnitudes too."""
+    dtypes = {share.sums: torch.float32}
     if share.way == "any":
         assert t.operands is not None
-        count = t.operands[share.operand].numel()
-        dtypes = (torch.int64, torch.int32) if problem.deterministic else (torch.float32,)
-        return [t.q.new_zeros(count, dtype=dtype) for dtype in dtypes]
-    if share.way == "diagonals":
+        shape: tuple[int, ...] = (t.operands[share.operand].numel(),)
+        if problem.deterministic:
+            dtypes = {share.sums: torch.int64, f"greatest{share.number}": torch.int32}
+    elif share.way == "diagonals":
         config = _config(problem, share.way)
         before, after, parts = _diagonals(problem, config)
-        shape: tuple[int, ...] = (problem.batch, problem.num_heads_q, before + after, parts, config.block_n)
+        shape = (problem.batch, problem.num_heads_q, before + after, parts, config.block_n)
     else:
         shape = _domain(problem, share)
     # An entry that no pair is at is 0.
-    return [t.q.new_zeros(shape, dtype=torch.float32)]
+    return {name: functools.partial(torch.zeros, shape, dtype=x, device=t.q.device) for name, x in dtypes.items()}
 
 
-def gradient_of(problem: Problem, t: Tensors, share: Share, sums: list[Tensor]) -> Tensor:
+def gradients_of(
+    problem: Problem, t: Tensors, shares: Sequence[Share], made: Mapping[str, Any]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of what a score mod captures, from their sums among what a call has made."""
+    totals: dict[int, Tensor] = {}
+    for share in shares:
+        found = gradient_of(problem, t, share, made)
+        totals[share.operand] = totals[share.operand] + found if share.operand in totals else found
+    return tuple(
+        (totals[n].to(x.dtype) if n in totals else torch.zeros_like(x)) if is_wanted else None
+        for n, (x, is_wanted) in enumerate(zip(t.operands or (), problem.grads.operands, strict=True))
+    )
+
+
+def gradient_of(problem: Problem, t: Tensors, share: Share, made: Mapping[str, Any]) -> Tensor:
     """A share's gradient from its sums, float32, of its tensor's shape."""
     function = score_function(problem, t)
     assert function is not None and t.operands is not None
-    x = t.operands[share.operand]
+    x, sums = t.operands[share.operand], made[share.sums]
     if share.way == "any":
-        if len(sums) == 1:
-            return sums[0].view(x.shape)
-        exponent = (sums[1] >> 23).double() - 127
-        return (sums[0].double() * torch.exp2(exponent + _ROOM - 61)).float().view(x.shape)
+        if not problem.deterministic:
+            return sums.view(x.shape)
+        exponent = (made[f"greatest{share.number}"] >> 23).double() - 127
+        return (sums.double() * torch.exp2(exponent + _ROOM - 61)).float().view(x.shape)
     if share.way == "pairs":
-        return _at_pairs(x, share, sums[0])
+        return _at_pairs(x, share, sums)
     device = x.device
     at = {"b": torch.arange(problem.batch, device=device)[:, None, None]}
     at["h"] = torch.arange(problem.num_heads_q, device=device)[:, None]
     if share.way == "diagonals":
-        n, values = _by_distance(problem, sums[0])
+        n, values = _by_distance(problem, sums)
     else:
-        values = sums[0].view(problem.batch, problem.num_heads_q, -1)
+        values = sums.view(problem.batch, problem.num_heads_q, -1)
         n = torch.arange(values.shape[-1], device=device)
     at["i"] = n.clamp(min=0) if share.way == "diagonals" else n
     at["j"] = (-n).clamp(min=0) if share.way == "diagonals" else n

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Call, Output, Rows, Scale
-from flashtile.backends.gpu.host import Step, like_floats, run
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.named import device_code
+from flashtile.backends.gpu.plan import ForwardPlan, Memory, forward_memory
 from flashtile.backends.gpu.records import rows_of
-from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable.config import Config, padded_dims
 from flashtile.backends.portable.device.records import Scales
 from flashtile.backends.portable.quantized.config import choose
@@ -29,38 +29,16 @@ from flashtile.call.quantized_problem import scale_strides
 attention_quantized = device_code("flashtile.backends.portable.quantized.kernel").attention_quantized
 
 
-_OPERANDS = (
-    "q", "k", "v", "out", "lse", "q_scale", "k_scale", "v_scale", "shift", "sinks", "cu_seqlens_q", "cu_seqlens_k",
-    "out_scale",
-)  # fmt: skip
 _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
-class QuantizedPlan:
+def plan(problem: Problem, tensors: QuantizedTensors) -> ForwardPlan:
     """The forward of quantized calls with the same layouts and options; see ``call.backend.QuantizedForward``."""
 
-    def __init__(self, problem: Problem, tensors: QuantizedTensors) -> None:
-        """As ``ForwardPlan``."""
-        q = tensors.q
-        self._problem = problem
-        self._out_shape = (*q.shape[:-1], problem.head_dim_v)
-        self._like_lse = like_floats(q, problem.lse_shape(q))
-        self._steps: dict[object, tuple[Step]] = {}
+    def prepare(t: QuantizedTensors, *_: Any) -> tuple[Memory, dict[str, Launch]]:
+        return forward_memory(problem, t), {"attention_quantized": quantized_launch(problem, t, choose(problem))}
 
-    def __call__(self, tensors: QuantizedTensors) -> tuple[Tensor, Tensor]:
-        """Attention's output and log-sum-exp."""
-        t = tensors
-        out = t.q.new_empty(self._out_shape, dtype=self._problem.out_dtype)
-        lse = torch.empty_like(self._like_lse)
-        steps = self._steps.get(on_trial())
-        if steps is None:
-            launch = quantized_launch(self._problem, t, choose(self._problem))
-            steps = self._steps[on_trial()] = (Step(launch, _OPERANDS, t.q.device),)
-        run(steps, (
-            t.q, t.k, t.v, out, lse, t.q_scale, t.k_scale, t.v_scale, t.shift, t.sinks, t.cu_seqlens_q, t.cu_seqlens_k,
-            t.out_scale,
-        ))  # fmt: skip
-        return out, lse
+    return ForwardPlan(tensors.q.device, prepare)
 
 
 def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config) -> Launch:

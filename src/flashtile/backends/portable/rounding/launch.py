@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Sequences
-from flashtile.backends.gpu.host import Step, run
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.named import device_code
+from flashtile.backends.gpu.plan import Memory, Plan, empty
 from flashtile.backends.portable.device.records import MEAN_SPLITS, Angles, Mean, PerHead, Rounding, Source, Written
 from flashtile.call.blocks import BLOCK, num_blocks
 from flashtile.call.problem import compute_capability
@@ -30,7 +31,6 @@ sum_keys = _kernels.sum_keys
 # half as many beside angles, which take registers, twice as many on sm_90 and sm_100, whose shared memory has room.
 _HEADS, _MOST_AHEAD = 4, 32 * 1024
 _ROOMY = ((9, 0), (10, 0))
-_OPERANDS = ("x", "out", "scale", "shift", "sums", "mean", "largest", "cos", "sin", "cu_seqlens", "cu_seqlens_k")
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +79,11 @@ class Side:
         return self.blocks * -(-self.x.shape[-2] // heads) * (self.batch if self.bounds is None else 1)
 
     @property
+    def largest_at(self) -> int:
+        """Where the numbers that its scales depend on begin, in bytes: those of q, k and v have as much room each."""
+        return "qkv".index(self.name) * 16 * -(-self.batch * self.given.q.shape[-2] // 4)
+
+    @property
     def width(self) -> int:
         """Of a part: of q or k, those that are turned together are whole parts."""
         cos = self.given.rotary_cos
@@ -88,7 +93,8 @@ class Side:
     @property
     def sequences(self) -> Sequences:
         """The sequences of the tensor."""
-        return Sequences(pointer(self.bounds, "cu_seqlens"), self.batch, self.x.shape[-3])
+        name = "cu_seqlens_q" if self.name == "q" else "cu_seqlens_k"
+        return Sequences(pointer(self.bounds, name), self.batch, self.x.shape[-3])
 
 
 def search_of(batch: int) -> int:
@@ -143,14 +149,14 @@ def block_launch(side: Side, *, finds: bool) -> Launch:
     smooth, is_q, is_v = side.choices.smooth_k, side.name == "q", side.name == "v"
     has_shift = smooth and is_q and not finds
     written = Written(
-        None if finds else Pointer(torch.uint8, "out"),
+        None if finds else Pointer(torch.uint8, f"{side.name}_out"),
         PerHead(
-            None if finds else Pointer(torch.float32, "scale"), heads * stride if side.bounds is None else 0, stride,
-            int(by_block),
+            None if finds else Pointer(torch.float32, f"{side.name}_scale"),
+            heads * stride if side.bounds is None else 0, stride, int(by_block),
         ),
         PerHead(
-            None if scales == "block" else Pointer(torch.int32, "largest"), heads if scales == "head" else 0,
-            int(scales == "head"), 0,
+            None if scales == "block" else Pointer(torch.int32, "largest", side.largest_at),
+            heads if scales == "head" else 0, int(scales == "head"), 0,
         ),
         Pointer(torch.float32, "shift") if has_shift else None,
     )  # fmt: skip
@@ -188,7 +194,7 @@ def _rounding(side: Side) -> Rounding:
 def _source(side: Side) -> Source:
     strides = side.x.stride()
     batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
-    return Source(pointer(side.x, "x"), batch, row, head, side.x.shape[-2], side.x.shape[-1], side.width)
+    return Source(pointer(side.x, side.name), batch, row, head, side.x.shape[-2], side.x.shape[-1], side.width)
 
 
 def _angles(side: Side) -> Angles:
@@ -196,65 +202,53 @@ def _angles(side: Side) -> Angles:
     if cos is None:
         return Angles(None, None, None, 0, interleaved)
     return Angles(
-        pointer(cos, "cos"), pointer(side.given.rotary_sin, "sin"), cos.shape[0], 2 * cos.shape[1], interleaved
+        pointer(cos, "rotary_cos"),
+        pointer(side.given.rotary_sin, "rotary_sin"),
+        cos.shape[0],
+        2 * cos.shape[1],
+        interleaved,
     )
 
 
-class QuantizePlan:
+class QuantizePlan(Plan):
     """Quantisation of tensors of the same layouts."""
 
     def __init__(self, given: Inputs, choices: Choices) -> None:
-        """Prepares the launches.
+        """Prepares nothing yet.
 
         Args:
             given: Tensors, none of them empty. They are not kept.
             choices: What is asked for.
         """
-        given = readable(given, choices)
-        device, capability = given.q.device, compute_capability(given.q.device)
-        sides = [Side.of(name, given, choices, capability) for name in ("q", "k", "v")]
-        made = launches(given, choices, capability)
-        self._choices, self._device = choices, device
-        steps = {name: Step(launch, _OPERANDS, device) for name, launch in made.items()}
-        self._mean_steps = [step for name, step in steps.items() if name in ("sum_keys", "mean_of_keys")]
-        self._steps = {
-            side.name: [step for name, step in steps.items() if name[-2:] == f"_{side.name}"] for side in sides
-        }
-        self._scale_shapes = [side.scale_shape for side in sides]
-        columns = (*given.v.shape[-2:], sides[2].blocks * BLOCK)
-        self._shapes = [
-            given.q.shape,
-            given.k.shape,
-            columns if sides[2].bounds is not None else (sides[2].batch, *columns),
-        ]
-        *lead, rows, heads, width = given.q.shape
-        self._shift_shape = (*lead, heads, rows)
-        self._mean_shape = (sides[1].batch, given.k.shape[-2], width)
-        self._sums_shape = (*self._mean_shape, MEAN_SPLITS)
-        # Those of q, k and v begin on 16 bytes.
-        self._largest_shape = (3, -(-sides[0].batch * heads // 4) * 4)
+        device = given.q.device
+        super().__init__(device, functools.partial(_prepare, choices, compute_capability(device)))
+        self._choices = choices
 
     def __call__(self, given: Inputs, lengths: tuple[int | None, int | None] = (None, None)) -> Quantized:
         """The record of tensors of the plan's layouts."""
-        choices, device, asked = self._choices, self._device, given
-        given = readable(given, choices)
-        outs = [torch.empty(shape, dtype=E4M3, device=device) for shape in self._shapes]
-        scales = [torch.empty(shape, device=device) for shape in self._scale_shapes]
-        shift = mean = largest = None
-        angles = given.rotary_cos, given.rotary_sin
-        if choices.smooth_k:
-            shift, sums = torch.empty(self._shift_shape, device=device), torch.empty(self._sums_shape, device=device)
-            mean = torch.empty(self._mean_shape, device=device)
-            run(self._mean_steps, (given.k, None, None, None, sums, mean, None, *angles, given.cu_seqlens_k, None))
-        if choices.scales != "block":
-            largest = torch.zeros(self._largest_shape, dtype=torch.int32, device=device)
-        for i, side in ((1, "k"), (0, "q"), (2, "v")):
-            operands = (
-                getattr(given, side), outs[i], scales[i], shift, None, mean, None if largest is None else largest[i],
-                *angles, given.cu_seqlens_q if side == "q" else given.cu_seqlens_k, given.cu_seqlens_k,
-            )  # fmt: skip
-            run(self._steps[side], operands)
-        return record(asked, choices, lengths, outs, scales, shift)
+        made = self.run(readable(given, self._choices), {})
+        outs, scales = ([made[f"{name}_{what}"] for name in "qkv"] for what in ("out", "scale"))
+        return record(given, self._choices, lengths, outs, scales, made.get("shift"))
+
+
+def _prepare(
+    choices: Choices, capability: tuple[int, int] | None, given: Inputs, *_: Any
+) -> tuple[Memory, dict[str, Launch]]:
+    q, k, v = (Side.of(name, given, choices, capability) for name in "qkv")
+    device, memory = given.q.device, Memory()
+    columns = *v.x.shape[-2:], v.blocks * BLOCK
+    shapes = q.x.shape, k.x.shape, columns if v.bounds is not None else (v.batch, *columns)
+    for side, shape in zip((q, k, v), shapes, strict=True):
+        memory[f"{side.name}_out"] = empty(device, shape, E4M3)
+        memory[f"{side.name}_scale"] = empty(device, side.scale_shape)
+    if choices.scales != "block":
+        memory["largest"] = functools.partial(torch.zeros, v.largest_at * 3 // 8, dtype=torch.int32, device=device)
+    if choices.smooth_k:
+        *lead, rows, heads, width = q.x.shape
+        mean = k.batch, k.x.shape[-2], width
+        memory["shift"] = empty(device, (*lead, heads, rows))
+        memory["sums"], memory["mean"] = empty(device, (*mean, MEAN_SPLITS)), empty(device, mean)
+    return memory, launches(given, choices, capability)
 
 
 def readable(given: Inputs, choices: Choices) -> Inputs:
