@@ -16,7 +16,7 @@ from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors, first_of
 from flashtile.call.functions import mask_function, score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized import Quantized
-from flashtile.call.quantized_arguments import QuantizedTensors
+from flashtile.call.quantized_call import QuantizedTensors
 from flashtile.core import philox
 from flashtile.core.masks import Band, Origin
 from flashtile.mods.block_mask import FULL, PARTIAL

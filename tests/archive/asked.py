@@ -15,7 +15,7 @@ from flashtile.backends.gpu import ahead, build, host, launch, records
 from flashtile.backends.gpu.archive import key_of
 from flashtile.backends.hopper import tensor_maps
 from flashtile.call import problem
-from flashtile.call.gpus import gpu_of
+from flashtile.call.problem import gpu_of
 from flashtile.cli import build as command
 from flashtile.cli.models import Call
 from flashtile.ops import plans

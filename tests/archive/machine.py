@@ -127,8 +127,7 @@ def attend(capability: Capability, **options: Any) -> None:
 @contextmanager
 def planned_for(arch: str) -> Iterator[Driver]:
     """``present``, where public calls on tensors without data run on a GPU of an architecture."""
-    from flashtile.call.gpus import gpu_of
-    from flashtile.call.problem import AHEAD, Problem
+    from flashtile.call.problem import AHEAD, Problem, gpu_of
 
     gpu, init = gpu_of(arch), Problem.__init__
     assert gpu.capability is not None

@@ -21,7 +21,7 @@ from flashtile import InvalidInputError, UnsupportedError
 from flashtile.backends.gpu import ahead, archive, build, host
 from flashtile.backends.gpu.archive import Archive
 from flashtile.backends.gpu.launch import Launch, compile_kernel, lower, text_of
-from flashtile.call.gpus import gpu_of
+from flashtile.call.problem import gpu_of
 from flashtile.core import trusted
 from tests.archive.asked import asked, on_gpu
 from tests.archive.hostile import HOSTILE, IN_PART, forget

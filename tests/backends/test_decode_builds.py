@@ -16,7 +16,7 @@ from flashtile.backends.hopper.decode.launch import wide_launch
 from flashtile.backends.hopper.forward.cached import cached_launch
 from flashtile.call.backend import Direction
 from flashtile.call.cached_arguments import CacheTensors
-from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
+from flashtile.call.problem import Problem, Tensors, described
 from flashtile.core.masks import Band
 from flashtile.ops import dispatch
 from flashtile_lab.kernels import decode
@@ -38,8 +38,8 @@ def launches(
         return torch.zeros(4 + count, dtype=torch.int32)[first : first + count]
 
     problem = described(
-        device_type="cuda", compute_capability=(9, 0), precision=Precision(*[torch.bfloat16] * 4), batch=batch,
-        queries=SequenceLayout(rows, packed=True), keys=SequenceLayout(16 * pages, used=True, page_size=16),
+        device_type="cuda", compute_capability=(9, 0), dtype=torch.bfloat16, batch=batch,
+        seqlen_q=rows, varlen=True, seqlen_k=16 * pages, cached=True, page_size=16,
         num_heads_q=2 * heads, num_heads_kv=heads, band=Band(None, 0),
     )  # fmt: skip
     q, new, cache = empty(rows, 2 * heads, 64), empty(rows, heads, 64), empty(512, 16, heads, 64)

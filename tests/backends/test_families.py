@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from flashtile.backends.gpu.launch import lower, specialise
 from flashtile.call.arguments import OPTIONS, TENSORS, Grads, Options, Plain, Tensors, read, tensor_values
 from flashtile.call.backend import FEATURES
 from flashtile.call.prepared import without_data
-from flashtile.call.problem import Problem, _Short
+from flashtile.call.problem import Problem
 from flashtile.core.masks import Band
 from flashtile.ops import dispatch, plans
 from flashtile.ops import operators as ops
@@ -56,10 +57,6 @@ def _count(record: type) -> int:
     return sum(type(x) is record for x in plans.kept.values())
 
 
-def _is_short(name: str) -> bool:
-    return isinstance(vars(Problem).get(name), _Short)
-
-
 @pytest.mark.parametrize("case", WITHOUT_SCORE_TENSORS, ids=str)
 def test_a_resized_problem_is_the_one_that_would_be_made(case: Case) -> None:
     first, second = _call(case), _call(_longer(case))
@@ -70,7 +67,7 @@ def test_a_resized_problem_is_the_one_that_would_be_made(case: Case) -> None:
         assert (class_key(*first) == class_key(*second)) == of_one
         assert class_key(*second) == class_key(*_call(_longer(case, 2))) or case.alibi == "bh"
     like = Problem.of(*first)
-    names = [name for name in vars(Problem) if _is_short(name)]
+    names = [name for name, x in vars(Problem).items() if isinstance(x, functools.cached_property)]
     before = [getattr(like, name) for name in names]
     made, want = like.resized(*second), Problem.of(*second)
     assert made == want and hash(made) == hash(want) and made != like

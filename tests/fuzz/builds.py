@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashtile.call.gpus import gpu_of
+from flashtile.call.problem import gpu_of
 from flashtile_lab.kernels import hopper as hopper
 from flashtile_lab.kernels import report as builds
 from flashtile_lab.kernels.build import KernelBuild

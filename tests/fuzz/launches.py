@@ -21,8 +21,8 @@ from flashtile.backends.gpu.launch import Launch, lower
 from flashtile.call.arguments import FLOAT8, Tensors
 from flashtile.call.backend import Backend, Chain, Direction, Gradients
 from flashtile.call.problem import Problem
-from flashtile.call.quantized_arguments import QuantizedTensors
-from flashtile.call.quantized_problem import problem_of as quantized_problem
+from flashtile.call.quantized_call import QuantizedTensors
+from flashtile.call.quantized_call import problem_of as quantized_problem
 from flashtile.core.masks import Origin
 from flashtile.core.states import Partial
 from flashtile.ops import cached as cached_ops
@@ -200,8 +200,8 @@ def _of_cached(call: Drawn, capability: Capability) -> Parts:
         return
     for backend in _backends(problem, "decode"):
         backend.plan("decode", problem, t)(t)
-        about = traits(problem) | {"page_size": problem.keys.page_size, "rows": problem.seqlen_q * problem.group_size}
-        about |= {"cache": str(problem.precision.kv)[6:]} if case.float8 else {}
+        about = traits(problem) | {"page_size": problem.page_size, "rows": problem.seqlen_q * problem.group_size}
+        about |= {"cache": str(problem.kv_dtype)[6:]} if case.float8 else {}
         yield backend.name, "decode", about, problem
 
 

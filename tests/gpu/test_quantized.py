@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.backends.cpu.rounding import quantized
-from flashtile.call.quantized_arguments import tensor_values
+from flashtile.call.quantized_call import tensor_values
 from flashtile.ops import dispatch
 from tests.quantization.cases import CASES, QuantizedCase, build, judge
 from tests.quantization.quantizer import CASES as CASES_ROUNDING

@@ -81,7 +81,7 @@ def _of(call: CacheCall, order: list[int], bounds: list[int], backend: str) -> t
         bounds_of_pages = torch.tensor([0, *(len(pages[b]) for b in order)]).cumsum(0)
         keywords["page_indptr"] = bounds_of_pages.to(t.q.device, torch.int32)
         keywords["page_indices"] = torch.cat([pages[b] for b in order])
-        keywords["max_seqlen_k"] = call.problem.keys.length
+        keywords["max_seqlen_k"] = call.problem.seqlen_k
     if not case.page_size:
         entries = keywords.get("cache_batch_idx")
         keywords["cache_batch_idx"] = index.to(torch.int32) if entries is None else entries[index]

@@ -139,7 +139,7 @@ def with_functions(
     options = Options(
         p.band.left, p.band.right, p.seqlen_q if packed else None, p.seqlen_k if packed else None,
         grads_of("grads", (*asked, *operands)), p.softmax_scale, p.softcap, p.dropout_p, p.deterministic,
-        attention_chunk=p.band.chunk, mirrored=p.mask_mod.mirrored,
+        attention_chunk=p.band.chunk, mirrored=p.mirrored,
         listed=masked.listed,
     )  # fmt: skip
     options = functions.options(options, 0 if packed else p.seqlen_k - p.seqlen_q)

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import code_generator, make_backend
 
 from flashtile.backends.gpu.launch import source_of
-from flashtile.call.gpus import gpu_of
+from flashtile.call.problem import gpu_of
 from flashtile_lab.kernels.build import KernelBuild
 
 Place = tuple[str, int, str, tuple[str, ...]]

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from flashtile import UnsupportedError
 from flashtile.call.problem import Problem, Tensors
-from flashtile.call.quantized_arguments import FLOAT8, QuantizedOptions, QuantizedTensors
-from flashtile.call.quantized_problem import problem_of
+from flashtile.call.quantized_call import FLOAT8, QuantizedOptions, QuantizedTensors, problem_of
 from flashtile.ops import dispatch
 from flashtile.ops import operators as ops
 from tests.poison import poisoned_memory

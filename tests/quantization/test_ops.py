@@ -17,7 +17,7 @@ from flashtile.api.keywords import Asked
 from flashtile.call.arguments import Plain
 from flashtile.call.backend import Build, Direction
 from flashtile.call.problem import Problem, Tensors
-from flashtile.call.quantized_arguments import FLOAT8, TENSORS, tensor_values
+from flashtile.call.quantized_call import FLOAT8, TENSORS, tensor_values
 from flashtile.compat import flash_attn_3 as fa3
 from flashtile.ops import dispatch, plans
 from flashtile.ops import operators as ops

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashtile
 from flashtile import InvalidInputError, Quantized, attention, quantize, reference
 from flashtile.call.blocks import BLOCK, ORDER, as_blocks, as_columns, joined, num_blocks, split
-from flashtile.call.quantized_arguments import FLOAT8
+from flashtile.call.quantized_call import FLOAT8
 from flashtile.call.rotary import apply_rotary
 from flashtile.call.rotation import parts, rotate, signs, unrotate
 from flashtile.ops import dispatch

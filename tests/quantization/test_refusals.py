@@ -13,8 +13,7 @@ from torch import Tensor
 import flashtile
 from flashtile import InvalidInputError, Quantized, UnsupportedError
 from flashtile.api.quantized import of_record
-from flashtile.call.quantized_arguments import FLOAT8
-from flashtile.call.quantized_problem import problem_of
+from flashtile.call.quantized_call import FLOAT8, problem_of
 from flashtile.ops import dispatch
 from tests.quantization.cases import CASES, build
 
@@ -205,7 +204,7 @@ def test_nobody_supports_it() -> None:
     record = dataclasses.replace(
         record, **{n: getattr(RECORD, n).to("meta") for n in ("q_scale", "k_scale", "v_scale", "shift")}
     )
-    from flashtile.call.quantized_arguments import QuantizedOptions
+    from flashtile.call.quantized_call import QuantizedOptions
 
     problem = problem_of(of_record(record, None), QuantizedOptions())
     assert problem.dtype == FLOAT8

@@ -11,7 +11,7 @@ from flashtile.backends.gpu.decode.config import choose
 from flashtile.backends.gpu.decode.launch import append_launch, attention_launch
 from flashtile.backends.gpu.launch import Launch
 from flashtile.call.cached_arguments import CacheTensors
-from flashtile.call.problem import Precision, Problem, SequenceLayout, described
+from flashtile.call.problem import Problem, described
 from flashtile.core.masks import Band
 from flashtile_lab.kernels.build import KernelBuild, kernel_builds
 
@@ -108,10 +108,14 @@ def described_call(
     problem = described(
         device_type="cuda",
         compute_capability=capability,
-        precision=Precision(dtype, kv, dtype, dtype),
+        dtype=dtype,
+        kv_dtype=kv,
         batch=batch,
-        queries=SequenceLayout(seqlen_q, packed),
-        keys=SequenceLayout(capacity, used=True, page_size=page_size),
+        seqlen_q=seqlen_q,
+        varlen=packed,
+        seqlen_k=capacity,
+        cached=True,
+        page_size=page_size,
         num_heads_q=num_heads_q,
         num_heads_kv=heads,
         head_dim=head_dim,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from flashtile.backends.gpu.described import described_quantized, described_tens
 from flashtile.backends.hopper import BACKEND
 from flashtile.call.arguments import FLOAT8, grads_of
 from flashtile.call.backend import Direction
-from flashtile.call.problem import MaskMod, Precision, Problem, ScoreMod, described
+from flashtile.call.problem import Problem, described
 from flashtile.core.masks import Band
 from flashtile.mods import library
 from flashtile.mods.record import ModKey, OperandKind, lowered
@@ -63,8 +62,7 @@ def _function_builds() -> list[KernelBuild]:
     made: list[KernelBuild] = []
     for dim, score, mask, (band, listed), more in calls:
         keys = [None if f is None else _key(f, what) for f, what in ((score, "score"), (mask, "mask"))]
-        problem = _problem(dim, band, score_mod=ScoreMod(function=keys[0]), **more)
-        problem = problem.but(mask_mod=replace(problem.mask_mod, function=keys[1], listed=listed))
+        problem = _problem(dim, band, score_function=keys[0], mask_function=keys[1], listed=listed, **more)
         made += builds_of(problem, "forward")
         made += [build for build in builds_of(problem, "backward") if build.name == "attention_backward"]
     return made
@@ -77,7 +75,8 @@ def _key(f: Any, what: str) -> ModKey:
 
 def _interval_builds() -> list[KernelBuild]:
     """Interval masks in both forms, and of one that both kernels have to read in the other form."""
-    either, apart = MaskMod(_CAUSAL, row_keys=True, key_rows=True, mirrored=True), MaskMod(row_keys=True, key_rows=True)
+    apart: dict[str, Any] = {"row_keys": True, "key_rows": True}
+    either = {**apart, "band": _CAUSAL, "mirrored": True}
     made: list[KernelBuild] = []
     for dim, mask, varlen in (
         (128, either, False),
@@ -86,7 +85,7 @@ def _interval_builds() -> list[KernelBuild]:
         (128, apart, False),
         (64, apart, False),
     ):
-        problem = _problem(dim, _FULL, varlen=varlen, mask_mod=mask)
+        problem = _problem(dim, _FULL, varlen=varlen).but(**mask)
         made += builds_of(problem, "forward")
         made += [
             each for each in builds_of(problem, "backward") if each.name in ("interval_bounds", "attention_backward")
@@ -173,12 +172,12 @@ def limits(problem: Problem) -> dict[str, int]:
 
 def _quantized_problems() -> list[Problem]:
     """8-bit calls: both masks at the usual head dims, then features."""
-    precision = {"precision": Precision(FLOAT8, FLOAT8, torch.bfloat16, FLOAT8), "needs_grad": False}
+    precision = {"dtype": FLOAT8, "out_dtype": torch.bfloat16, "needs_grad": False}
     features: list[tuple[int, Band, dict[str, Any]]] = [
         *((dim, band, {}) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)),
         (128, _WINDOW, {"varlen": True, "sinks": True, "num_heads_q": 32}),
         (64, _CAUSAL, {"softcap": 30.0}),
-        (256, _CAUSAL, {"precision": Precision(FLOAT8, FLOAT8, FLOAT8, FLOAT8)}),
+        (256, _CAUSAL, {"dtype": FLOAT8, "out_dtype": FLOAT8}),
     ]
     return [_problem(dim, band, **precision | used) for dim, band, used in features]
 
@@ -360,7 +359,7 @@ def _forward_limit(problem: Problem) -> int:
         return 128 if _is_new_triton() else 80
     if problem.listed:
         return 96 if _is_new_triton() else 16
-    if problem.mask_mod.key_rows and not problem.mask_mod.mirrored:
+    if problem.key_rows and not problem.mirrored:
         return 256
     if problem.intervals and problem.head_dim > 128:
         return 16
@@ -394,7 +393,7 @@ def _backward_limit(problem: Problem) -> int:
         return 384
     if problem.listed:
         return 288 if _is_new_triton() else 128
-    if problem.mask_mod.row_keys and not problem.mask_mod.mirrored:
+    if problem.row_keys and not problem.mirrored:
         return 192
     reads_score_tensors = problem.mask or problem.bias_dtype is not None
     has_softcap = problem.softcap > 0 and 64 < problem.head_dim <= 128

@@ -11,8 +11,7 @@ from flashtile.backends.gpu.described import described_quantized, described_tens
 from flashtile.backends.portable import BACKEND
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import Direction
-from flashtile.call.gpus import gpu_of
-from flashtile.call.problem import MaskMod, Precision, Problem, described
+from flashtile.call.problem import Problem, described, gpu_of
 from flashtile.core.masks import Band
 from flashtile_lab.kernels.build import ARCHS, KernelBuild, kernel_builds
 
@@ -46,9 +45,9 @@ def builds(arch: str) -> list[KernelBuild]:
         _problem(arch, 64, _CAUSAL, softcap=30.0, alibi=True, dropout_p=0.1),
         _problem(arch, 64, _CAUSAL, varlen=True, alibi=True, dropout_p=0.1, origins=True),
         _problem(arch, 128, Band(None, 0, 512), varlen=True),
-        _problem(arch, 128, _FULL, mask_mod=MaskMod(_CAUSAL, row_keys=True, key_rows=True, mirrored=True)),
-        _problem(arch, 64, _FULL, mask_mod=MaskMod(row_keys=True, key_rows=True), varlen=True),
-        _problem(arch, 128, _FULL, mask_mod=MaskMod(listed=(128, 128))),
+        _problem(arch, 128, _CAUSAL, row_keys=True, key_rows=True, mirrored=True),
+        _problem(arch, 64, _FULL, row_keys=True, key_rows=True, varlen=True),
+        _problem(arch, 128, _FULL, listed=(128, 128)),
     ]
     others.append(_problem(arch, 512, _CAUSAL))
     short = _problem(arch, 256, _CAUSAL, seqlen_q=512, seqlen_k=512)
@@ -64,7 +63,7 @@ def builds(arch: str) -> list[KernelBuild]:
 
 
 def _quantized(arch: str) -> list[KernelBuild]:
-    precision = {"precision": Precision(FLOAT8, FLOAT8, torch.bfloat16, FLOAT8), "needs_grad": False}
+    precision = {"dtype": FLOAT8, "out_dtype": torch.bfloat16, "needs_grad": False}
     problems = [_problem(arch, dim, band, **precision) for dim in (128, 64, 256) for band in (_FULL, _CAUSAL)]
     problems += [
         _problem(arch, 96, _WINDOW, head_dim_v=80, sinks=True, **precision),

@@ -23,7 +23,7 @@ from typing import Any
 
 from flashtile.backends.gpu import build as loading
 from flashtile.backends.gpu import launch
-from flashtile.call.gpus import gpu_of
+from flashtile.call.problem import gpu_of
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.ops import dispatch
 from flashtile_lab.kernels.build import ARCHS, KernelBuild

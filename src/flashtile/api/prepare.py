@@ -20,9 +20,8 @@ from flashtile.call import cached_arguments, cached_problem, latent
 from flashtile.call.arguments import Tensors, flag
 from flashtile.call.backend import Build, Direction, directions_of
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
-from flashtile.call.gpus import gpu_of
 from flashtile.call.prepared import autocast, wanting, without_data
-from flashtile.call.problem import AHEAD, Problem, check_values, compute_capability, gpu_name
+from flashtile.call.problem import AHEAD, Problem, check_values, compute_capability, gpu_name, gpu_of
 from flashtile.call.quantized import Quantized
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.ops import dispatch

@@ -23,8 +23,7 @@ from flashtile.call.backend import Build, Direction
 from flashtile.call.prepared import autocast, autocast_is_on, wanting, without_data
 from flashtile.call.problem import Problem, compute_capability
 from flashtile.call.quantized import Quantized
-from flashtile.call.quantized_arguments import OUT_DTYPES, QuantizedOptions, QuantizedTensors, options_of
-from flashtile.call.quantized_problem import problem_of
+from flashtile.call.quantized_call import OUT_DTYPES, QuantizedOptions, QuantizedTensors, options_of, problem_of
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.ops import dispatch
 from flashtile.ops import operators as ops

@@ -18,7 +18,7 @@ from torch import Tensor
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem, Tensors
-from flashtile.call.quantized_arguments import QuantizedTensors
+from flashtile.call.quantized_call import QuantizedTensors
 from flashtile.core.states import Partial
 
 # decode: cached calls, those of ``attention_with_kvcache``, whatever the number of their queries.
@@ -31,7 +31,7 @@ _DECODE: tuple[Direction, ...] = ("decode",)
 
 def directions_of(problem: Problem) -> tuple[Direction, ...]:
     """The directions that a call of the problem runs."""
-    if problem.keys.used:
+    if problem.cached:
         return _DECODE
     if problem.dtype == FLOAT8:
         return ("quantized",)
@@ -56,7 +56,7 @@ class Feature:
 
 
 def _is_float8_cache(p: Problem) -> bool:
-    return p.keys.used and p.precision.kv.itemsize == 1
+    return p.cached and p.kv_dtype.itemsize == 1
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -83,7 +83,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("mask_mod", "mask_mod (a function of the user's)", lambda p: p.mask_function is not None, _BUT_QUANTIZED),
     Feature("operand_grad", "gradients of tensors that a score_mod captures", lambda p: p.operand_grad),
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
-    Feature("pages", "caches in pages (page_table)", lambda p: p.keys.page_size > 0, _DECODE),
+    Feature("pages", "caches in pages (page_table)", lambda p: p.page_size > 0, _DECODE),
     Feature("causal_each", "causal by sequence (a tensor)", lambda p: p.causal_each, _DECODE),
     Feature("tree_mask", "draft trees (tree_mask)", lambda p: p.tree, _DECODE),
     Feature("qv", "queries of values (qv, or values that are the keys' first columns)", lambda p: p.qv, _DECODE),
@@ -260,7 +260,7 @@ Decode = Callable[[CacheTensors], Tensor]
 
 # The plan of a quantized call: returns out and lse as ``Forward`` does, out in ``problem.out_dtype``. All tensors are
 # contiguous; strides of the scales, 0 where one scale serves several blocks, heads or sequences, are those of
-# ``quantized_problem.scale_strides``.
+# ``quantized_call.scale_strides``.
 QuantizedForward = Callable[[QuantizedTensors], tuple[Tensor, Tensor]]
 
 # What ``Backend.plan`` returns: one of the four above.
@@ -297,7 +297,7 @@ class Backend(Protocol):
     to ``plan`` show layouts: shapes, strides, dtypes, devices, and addresses modulo 16. A plan is kept and called with
     any tensors of the same layouts, so it must not keep those. It may be called from several threads at once.
 
-    Calls of a family, see ``plans.family_of``, share their backends. So whether a backend can run a call must not
+    Calls of a shape class, see ``plans.class_key``, share their backends. So whether a backend can run a call must not
     depend on lengths, batch or strides; whether it is chosen depends on lengths by ``Problem.tiny`` alone.
     """
 

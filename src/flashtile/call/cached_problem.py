@@ -19,7 +19,7 @@ from flashtile.call.cached_arguments import (
     check_tree_rows,
     tree_pairs,
 )
-from flashtile.call.problem import MaskMod, Problem, ScoreMod, SequenceLayout, checked_problem
+from flashtile.call.problem import Problem, checked_problem
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
 from flashtile.core.sizes import holds, is_expanded
@@ -34,8 +34,8 @@ _NEEDS = {
 def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
     """Checks the tensors of a cached call against one another and records the call.
 
-    Its keys are a ``SequenceLayout`` with ``used``, whose length is the capacity of an entry, of a row of page_table or
-    of all page_indices, if there is no max_seqlen_k.
+    Its ``seqlen_k`` is the capacity of an entry, of a row of page_table or of all page_indices, if there is no
+    max_seqlen_k.
 
     Raises:
         InvalidInputError: Naming the argument that does not match.
@@ -49,13 +49,10 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
     own = {} if t.qv is None else _with_qv(t, o, sizes)
     return checked_problem(
         t, o, sizes, (t.k_cache, t.v_cache),
-        keys=SequenceLayout(capacity, used=True, page_size=page_size),
-        score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, None, functions.get("score")),
-        mask_mod=MaskMod(
-            o.band, False, t.tree_mask is not None, t.causal is not None, t.row_keys is not None,
-            t.key_rows is not None, o.mirrored,
-            any(x is not None and holds(x.shape[1] > 1) for x in (t.row_keys, t.key_rows)), (), functions.get("mask"),
-        ),
+        seqlen_k=capacity, cached=True, page_size=page_size, alibi=t.alibi_slopes is not None,
+        score_function=functions.get("score"), mask_function=functions.get("mask"), tree=t.tree_mask is not None,
+        causal_each=t.causal is not None, row_keys=t.row_keys is not None, key_rows=t.key_rows is not None,
+        mirrored=o.mirrored, by_head=any(x is not None and holds(x.shape[1] > 1) for x in (t.row_keys, t.key_rows)),
         rotary_interleaved=o.rotary_interleaved, **own,
     )  # fmt: skip
 
@@ -232,10 +229,10 @@ def check_values(problem: Problem, tensors: CacheTensors) -> None:
     check_apart(t)
     rows = _row_counts(problem, t)
     lengths, new = lengths_of(t, batch)
-    pages = pages_of(t) if problem.keys.page_size else []
+    pages = pages_of(t) if problem.page_size else []
     for b, length in enumerate(lengths):
         # Of sequences in a ragged list each has its own.
-        room = capacity if t.page_indptr is None else min(capacity, len(pages[b]) * problem.keys.page_size)
+        room = capacity if t.page_indptr is None else min(capacity, len(pages[b]) * problem.page_size)
         if length + new[b] > room:
             more = f" and {new[b]} new keys do" if new[b] else " does"
             own = f"sequence {b}'s cache of {room}{_without_pages(t)}"

@@ -1,4 +1,4 @@
-"""Problem: one frozen record of a call, made of records for groups of features.
+"""Problem: one frozen record of a call; and the GPU of a call, which need not be here to be built for.
 
 ``Problem.of`` checks shapes, dtypes and devices by named axes, ``check_values`` the contents of index tensors where it
 costs no synchronisation. Everything below this layer may assume valid arguments.
@@ -7,16 +7,16 @@ costs no synchronisation. Everything below this layer may assume valid arguments
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flashtile.call.arguments import DTYPES as DTYPES
-from flashtile.call.arguments import TENSORS, Grads, Options
+from flashtile.call.arguments import TENSORS, Grads, Options, differentiable, grads_of
 from flashtile.call.arguments import Tensors as Tensors
 from flashtile.call.axes import (
     Axes,
@@ -27,7 +27,7 @@ from flashtile.call.axes import (
     packed_lengths,
     warned_of_heads_first,
 )
-from flashtile.core.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError, shown
 from flashtile.core.masks import Band, Origin
 from flashtile.core.sizes import holds
 
@@ -35,61 +35,38 @@ if TYPE_CHECKING:
     from flashtile.mods.record import ModKey
 
 
-class SequenceLayout(NamedTuple):
-    """The memory layout of the rows of one side, queries or keys.
+# Up to so many queries and keys a dense call is tiny: a backend whose tiles have more rows may not be the fastest.
+TINY = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """The description of a call without tensor data; hashable, so it can be a key for tiles and caches.
 
     Attributes:
-        length: Rows per sequence; for packed sequences and caches an upper bound: max_seqlen if given, the capacity.
-        packed: Whether sequences lie one after another, delimited by cu_seqlens.
-        used: Whether each sequence uses the first rows only, as many as a tensor of lengths says: a cache.
-        page_size: Rows of a page, 0 where rows are not in pages.
-    """
-
-    length: int
-    packed: bool = False
-    used: bool = False
-    page_size: int = 0
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of q, of k and v, of the output, and of the gradients of q, k and v."""
-
-    q: torch.dtype
-    kv: torch.dtype
-    out: torch.dtype
-    grad: torch.dtype
-
-    @property
-    def lse(self) -> torch.dtype:
-        """float32, the dtype of the softmax state; float64 for float64 inputs."""
-        return torch.float64 if self.q == torch.float64 else torch.float32
-
-
-@dataclass(frozen=True)
-class ScoreMod:
-    """The modifications of the scaled scores.
-
-    Attributes:
+        device_type: ``cpu``, ``cuda`` (NVIDIA and AMD) or another PyTorch device type.
+        compute_capability: ``(major, minor)`` of an NVIDIA device, else None.
+        dtype: That of q.
+        kv_dtype: That of k and v.
+        out_dtype: The output's.
+        grad_dtype: That of the gradients of q, k and v.
+        batch: Sequences.
+        seqlen_q: Queries of a sequence; for packed sequences an upper bound: max_seqlen if given.
+        seqlen_k: Keys of a sequence; for packed sequences and caches an upper bound: max_seqlen if given, the capacity.
+        varlen: Whether sequences lie one after another, delimited by cu_seqlens; those of a cached call's queries.
+        cached: Whether keys are in a cache, of which each sequence uses as many as a tensor of lengths says.
+        page_size: Rows of a cache's page, 0 where rows are not in pages.
+        num_heads_q: Query heads, a multiple of ``num_heads_kv``.
+        num_heads_kv: Key and value heads.
+        head_dim: Width of q and k.
+        head_dim_v: Width of v and of the output.
+        softmax_scale: Factor of the scores.
         softcap: 0, or the cap c of ``c * tanh(scores / c)``.
         alibi: Whether slopes are given.
-        bias: Dtype of the additive bias, None without one.
-        function: The user's, which comes first; None without one.
-    """
-
-    softcap: float = 0.0
-    alibi: bool = False
-    bias: torch.dtype | None = None
-    function: ModKey | None = None
-
-
-@dataclass(frozen=True)
-class MaskMod:
-    """Which pairs are kept.
-
-    Attributes:
+        bias_dtype: Dtype of the additive bias, None without one.
+        score_function: The user's score mod, which comes first; None without one.
         band: Causal and window masks.
-        tensor: Whether a boolean mask is given.
+        mask: Whether a boolean mask is given.
         tree: Whether the last rows of a cached call are draft trees.
         causal_each: Whether a tensor says which sequences of a cached call are causal; the band is that of the others.
         row_keys: Whether each row has an interval of keys.
@@ -97,63 +74,7 @@ class MaskMod:
         mirrored: Whether both are one mask, so that either will do.
         by_head: Whether intervals or lists differ from head to head.
         listed: Rows and keys of the blocks that lists say are kept, and 1 if these have bits; empty without lists.
-        function: The user's, None without one.
-    """
-
-    band: Band = Band()  # noqa: RUF009
-    tensor: bool = False
-    tree: bool = False
-    causal_each: bool = False
-    row_keys: bool = False
-    key_rows: bool = False
-    mirrored: bool = False
-    by_head: bool = False
-    listed: tuple[int, ...] = ()
-    function: ModKey | None = None
-
-
-T = TypeVar("T")
-
-
-class _Short(Generic[T]):
-    """A read-only attribute of Problem that is shorthand for a field of one of its records, or of several.
-
-    Once read, it is in the instance's ``__dict__``, where Python finds it faster.
-    """
-
-    def __init__(self, read: Callable[[Problem], T], *places: str) -> None:
-        self._read, self.places = read, places
-
-    def __set_name__(self, owner: object, name: str) -> None:
-        self._name = name
-
-    def __get__(self, problem: Problem, owner: object = None) -> T:
-        value = vars(problem)[self._name] = self._read(problem)
-        return value
-
-
-# Up to so many queries and keys a dense call is tiny: a backend whose tiles have more rows may not be the fastest.
-TINY = 64
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The description of a call without tensor data; hashable, so it can be a key for tiles and caches.
-
-    Attributes:
-        device_type: ``cpu``, ``cuda`` (NVIDIA and AMD) or another PyTorch device type.
-        compute_capability: ``(major, minor)`` of an NVIDIA device, else None.
-        precision: Dtypes.
-        batch: Sequences.
-        queries: Layout of q and the output.
-        keys: Layout of k and v.
-        num_heads_q: Query heads, a multiple of ``num_heads_kv``.
-        num_heads_kv: Key and value heads.
-        head_dim: Width of q and k.
-        head_dim_v: Width of v and of the output.
-        softmax_scale: Factor of the scores.
-        score_mod: The modifications of the scaled scores.
-        mask_mod: Which pairs are kept.
+        mask_function: The user's mask mod, None without one.
         sinks: Whether sinks are given.
         origins: Whether packed sequences are parts of longer ones (``core.masks.Origin``).
         dropout_p: Probability of dropping, 0 for none.
@@ -168,17 +89,35 @@ class Problem:
 
     device_type: str
     compute_capability: tuple[int, int] | None
-    precision: Precision
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    out_dtype: torch.dtype
+    grad_dtype: torch.dtype
     batch: int
-    queries: SequenceLayout
-    keys: SequenceLayout
+    seqlen_q: int
+    seqlen_k: int
+    varlen: bool = False
+    cached: bool = False
+    page_size: int = 0
     num_heads_q: int
     num_heads_kv: int
     head_dim: int
     head_dim_v: int
     softmax_scale: float
-    score_mod: ScoreMod = ScoreMod()
-    mask_mod: MaskMod = MaskMod()
+    softcap: float = 0.0
+    alibi: bool = False
+    bias_dtype: torch.dtype | None = None
+    score_function: ModKey | None = None
+    band: Band = Band()  # noqa: RUF009
+    mask: bool = False
+    tree: bool = False
+    causal_each: bool = False
+    row_keys: bool = False
+    key_rows: bool = False
+    mirrored: bool = False
+    by_head: bool = False
+    listed: tuple[int, ...] = ()
+    mask_function: ModKey | None = None
     sinks: bool = False
     origins: bool = False
     dropout_p: float = 0.0
@@ -190,32 +129,45 @@ class Problem:
     row_scale: bool = False
     gpu: str = ""
 
-    # Shorthand: how it is read, and the fields that ``but`` sets.
-    dtype = _Short(lambda p: p.precision.q, "precision.q", "precision.kv", "precision.out", "precision.grad")
-    out_dtype = _Short(lambda p: p.precision.out, "precision.out")
-    grad_dtype = _Short(lambda p: p.precision.grad, "precision.grad")
-    lse_dtype = _Short(lambda p: p.precision.lse)
-    varlen = _Short(lambda p: p.queries.packed, "queries.packed", "keys.packed")
-    seqlen_q = _Short(lambda p: p.queries.length, "queries.length")
-    seqlen_k = _Short(lambda p: p.keys.length, "keys.length")
-    group_size = _Short(lambda p: p.num_heads_q // p.num_heads_kv)
-    softcap = _Short(lambda p: p.score_mod.softcap, "score_mod.softcap")
-    alibi = _Short(lambda p: p.score_mod.alibi, "score_mod.alibi")
-    bias_dtype = _Short(lambda p: p.score_mod.bias, "score_mod.bias")
-    band = _Short(lambda p: p.mask_mod.band, "mask_mod.band")
-    mask = _Short(lambda p: p.mask_mod.tensor, "mask_mod.tensor")
-    tree = _Short(lambda p: p.mask_mod.tree, "mask_mod.tree")
-    causal_each = _Short(lambda p: p.mask_mod.causal_each, "mask_mod.causal_each")
-    intervals = _Short(lambda p: p.mask_mod.row_keys or p.mask_mod.key_rows)
-    listed = _Short(lambda p: p.mask_mod.listed, "mask_mod.listed")
-    has_bits = _Short(lambda p: len(p.listed) > 2)
-    needs_grad = _Short(lambda p: any(p.grads), "grads.q", "grads.k", "grads.v")
-    bias_grad = _Short(lambda p: p.grads.bias, "grads.bias")
-    score_function = _Short(lambda p: p.score_mod.function, "score_mod.function")
-    mask_function = _Short(lambda p: p.mask_mod.function, "mask_mod.function")
-    operand_grad = _Short(lambda p: any(p.grads.operands))
-    # Whether a bias or a function may make scores beside which lse cannot hold the log of a count: see lse_shape.
-    large_scores = _Short(lambda p: p.bias_dtype is not None or p.score_function is not None)
+    @functools.cached_property
+    def lse_dtype(self) -> torch.dtype:
+        """float32, the dtype of the softmax state; float64 for float64 inputs."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @functools.cached_property
+    def group_size(self) -> int:
+        """Query heads of a key head."""
+        return self.num_heads_q // self.num_heads_kv
+
+    @functools.cached_property
+    def intervals(self) -> bool:
+        """Whether an interval mask is given."""
+        return self.row_keys or self.key_rows
+
+    @functools.cached_property
+    def has_bits(self) -> bool:
+        """Whether lists have the bits of their partial blocks."""
+        return len(self.listed) > 2
+
+    @functools.cached_property
+    def needs_grad(self) -> bool:
+        """Whether any tensor needs a gradient."""
+        return any(self.grads)
+
+    @functools.cached_property
+    def bias_grad(self) -> bool:
+        """Whether the bias needs a gradient."""
+        return self.grads.bias
+
+    @functools.cached_property
+    def operand_grad(self) -> bool:
+        """Whether a tensor that a score mod reads needs a gradient."""
+        return any(self.grads.operands)
+
+    @functools.cached_property
+    def large_scores(self) -> bool:
+        """Whether a bias or a function may make scores beside which lse cannot hold the log of a count: lse_shape."""
+        return self.bias_dtype is not None or self.score_function is not None
 
     @property
     def tiny(self) -> bool:
@@ -223,16 +175,19 @@ class Problem:
         return not self.varlen and self.seqlen_q <= TINY and self.seqlen_k <= TINY
 
     def but(self, **changes: Any) -> Problem:
-        """A copy with other values of fields or of shorthand, e.g. ``problem.but(varlen=True, softcap=30.0)``."""
-        fields: dict[str, Any] = {}
-        for name, value in changes.items():
-            short = vars(Problem).get(name)
-            for place in short.places if isinstance(short, _Short) else (name,):
-                field, _, inner = place.partition(".")
-                old = fields.get(field, getattr(self, field))
-                change = old._replace if isinstance(old, (Grads, SequenceLayout)) else functools.partial(replace, old)
-                fields[field] = change(**{inner: value}) if inner else value
-        return replace(self, **fields)
+        """A copy with other values of fields, e.g. ``problem.but(varlen=True, softcap=30.0)``.
+
+        dtype is that of k, v, the output and the gradients too, unless they are named. Unless grads is, ``needs_grad``
+        says whether q, k and v need gradients, and ``bias_grad`` whether the bias does.
+        """
+        if "dtype" in changes:
+            changes = dict.fromkeys(("kv_dtype", "out_dtype", "grad_dtype"), changes["dtype"]) | changes
+        wanted = dict.fromkeys("qkv", changes.pop("needs_grad")) if "needs_grad" in changes else {}
+        if "bias_grad" in changes:
+            wanted["bias"] = changes.pop("bias_grad")
+        if wanted:
+            changes = {"grads": self.grads._replace(**wanted)} | changes
+        return replace(self, **changes)
 
     def lse_shape(self, q: Tensor) -> tuple[int, ...]:
         """Shape of lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)`` with total_q from q.
@@ -251,17 +206,13 @@ class Problem:
             UnsupportedError: The call is traced by ``torch.jit.trace``.
         """
         t, o, sizes = tensors, options, _check_tensors(tensors, options)
-        bias = None if t.attn_bias is None else t.attn_bias.dtype
-        by_head = t.row_keys, t.key_rows, t.row_blocks
-        functions = mod_keys(t, o.mods)
+        by_head, functions = (t.row_keys, t.key_rows, t.row_blocks), mod_keys(t, o.mods)
         return checked_problem(
             t, o, sizes, (t.k, t.v),
-            score_mod=ScoreMod(o.softcap, t.alibi_slopes is not None, bias, functions.get("score")),
-            mask_mod=MaskMod(
-                o.band, t.attn_mask is not None, False, False, t.row_keys is not None, t.key_rows is not None,
-                o.mirrored, any(x is not None and holds(x.shape[1] > 1) for x in by_head),
-                o.listed, functions.get("mask"),
-            ),
+            alibi=t.alibi_slopes is not None, bias_dtype=None if t.attn_bias is None else t.attn_bias.dtype,
+            score_function=functions.get("score"), mask_function=functions.get("mask"),
+            mask=t.attn_mask is not None, row_keys=t.row_keys is not None, key_rows=t.key_rows is not None,
+            mirrored=o.mirrored, by_head=any(x is not None and holds(x.shape[1] > 1) for x in by_head), listed=o.listed,
             origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
             gpu=gpu_name(t.q.device),
         )  # fmt: skip
@@ -274,11 +225,20 @@ class Problem:
             batch, longest_q, longest_k = bounds.shape[0] - 1, options.max_seqlen_q, options.max_seqlen_k
             seqlen_q = seqlen_q if longest_q is None else longest_q
             seqlen_k = seqlen_k if longest_k is None else longest_k
-        queries, keys = SequenceLayout(seqlen_q, bounds is not None), SequenceLayout(seqlen_k, bounds is not None)
-        # Past __init__, which takes longer than all else here. Shorthand of lengths must not be that of self.
+        # Past __init__, which takes longer than all else here.
         made = object.__new__(Problem)
-        vars(made).update(vars(self), batch=batch, queries=queries, keys=keys, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        vars(made).update(vars(self), batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
         return made
+
+    @classmethod
+    def build(
+        cls, tensors: Tensors, band: Band, *, needs_grad: bool = False, bias_grad: bool = False, **options: Any
+    ) -> Problem:
+        """Like ``of``, from a Band, gradients of all inputs but the bias or of none, and fields of ``Options``."""
+        given = [needs_grad and x is not None for x in differentiable(tensors)]
+        grads = grads_of("grads", given)._replace(bias=bias_grad)
+        options |= {"window_left": band.left, "window_right": band.right, "attention_chunk": band.chunk}
+        return cls.of(tensors, Options(grads=grads, **options))
 
 
 def checked_problem(t: Any, o: Any, sizes: dict[str, int], keys_values: tuple[Tensor, Tensor], **own: Any) -> Problem:
@@ -291,13 +251,13 @@ def checked_problem(t: Any, o: Any, sizes: dict[str, int], keys_values: tuple[Te
         keys_values: Its keys and its values.
         own: Fields that this kind of call has, or has otherwise than most.
     """
-    q, (k, v), packed = t.q, keys_values, t.cu_seqlens_q is not None
+    q, (k, v) = t.q, keys_values
     common: dict[str, Any] = {
         "device_type": q.device.type, "compute_capability": compute_capability(q.device),
-        "precision": Precision(q.dtype, k.dtype, q.dtype, q.dtype),
-        "queries": SequenceLayout(sizes["seqlen_q"], packed), "keys": SequenceLayout(sizes.get("seqlen_k", 0), packed),
+        "dtype": q.dtype, "kv_dtype": k.dtype, "out_dtype": q.dtype, "grad_dtype": q.dtype,
+        "seqlen_q": sizes["seqlen_q"], "seqlen_k": sizes.get("seqlen_k", 0), "varlen": t.cu_seqlens_q is not None,
         "softmax_scale": sizes["head_dim"] ** -0.5 if o.softmax_scale is None else o.softmax_scale,
-        "score_mod": ScoreMod(o.softcap), "mask_mod": MaskMod(o.band), "sinks": t.sinks is not None,
+        "softcap": o.softcap, "band": o.band, "sinks": t.sinks is not None,
         # On CPUs too an 8-bit cache is read in words.
         "aligned": (q.device.type == "cpu" and q.dtype == k.dtype) or all(map(is_aligned, (q, k, v))),
         **{name: sizes[name] for name in ("batch", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")},
@@ -306,12 +266,14 @@ def checked_problem(t: Any, o: Any, sizes: dict[str, int], keys_values: tuple[Te
 
 
 _NOTHING = Problem(
-    "cpu", None, Precision(*[torch.float32] * 4), 1, SequenceLayout(1), SequenceLayout(1), 1, 1, 64, 64, 0.125
-)
+    device_type="cpu", compute_capability=None, dtype=torch.float32, kv_dtype=torch.float32, out_dtype=torch.float32,
+    grad_dtype=torch.float32, batch=1, seqlen_q=1, seqlen_k=1, num_heads_q=1, num_heads_kv=1, head_dim=64,
+    head_dim_v=64, softmax_scale=0.125,
+)  # fmt: skip
 
 
 def described(**values: Any) -> Problem:
-    """A problem from the names of fields and shorthand, for a call that is described but never run."""
+    """A problem from values that ``Problem.but`` takes, for a call that is described but never run."""
     return _NOTHING.but(**values)
 
 
@@ -369,8 +331,53 @@ def check_values(problem: Problem, tensors: Tensors) -> None:
     packed_lengths("k", t.cu_seqlens_k, t.k.shape[0], problem.seqlen_k, functools.partial(_shown, t, 1))
 
 
-# The ``gpus.Gpu`` that is built for in place of the one that is here.
-AHEAD: ContextVar[Any] = ContextVar("AHEAD", default=None)
+# A100, A10, L40S, H100, B200, RTX PRO 6000, MI300X, MI355X.
+_MULTIPROCESSORS: dict[int | str, int] = {
+    80: 108, 86: 72, 89: 142, 90: 132, 100: 148, 120: 188, "gfx942": 304, "gfx950": 256,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU, in Triton's words.
+
+    Attributes:
+        backend: ``"cuda"`` or ``"hip"``.
+        arch: ``90`` or ``"gfx942"``.
+        warp_size: Threads of a warp.
+    """
+
+    backend: str
+    arch: int | str
+    warp_size: int
+
+    @property
+    def multiprocessors(self) -> int:
+        """Those of the usual device of the architecture; of one that is not known here as many as an H100 has."""
+        return _MULTIPROCESSORS.get(self.arch, 132)
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """``(major, minor)`` as problems have it, None for AMD."""
+        return divmod(self.arch, 10) if isinstance(self.arch, int) else None
+
+
+def gpu_of(name: object) -> Gpu:
+    """The GPU of an architecture's name.
+
+    Raises:
+        InvalidInputError: It is not one.
+    """
+    text = name if isinstance(name, str) else ""
+    if found := re.fullmatch(r"sm_?(\d{2,3})a?", text):
+        return Gpu("cuda", int(found[1]), 32)
+    if re.fullmatch(r"gfx[0-9a-f]{3,4}", text):
+        return Gpu("hip", text, 64 if text.startswith("gfx9") else 32)
+    raise InvalidInputError("gpu", f"is {shown(name)}, must be an architecture, like 'sm_90' or 'gfx942'")
+
+
+# The GPU that is built for in place of the one that is here.
+AHEAD: ContextVar[Gpu | None] = ContextVar("AHEAD", default=None)
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:

@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 import flashtile
 from flashtile.backends.gpu import ahead
-from flashtile.call.gpus import gpu_of
+from flashtile.call.problem import gpu_of
 from flashtile.cli.models import Call, LayerShape, Uses, calls, models
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 

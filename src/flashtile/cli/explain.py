@@ -11,8 +11,7 @@ import typer
 from flashtile.backends.gpu.described import described_tensors
 from flashtile.call.arguments import Tensors, band_of, checked
 from flashtile.call.backend import Direction, directions_of
-from flashtile.call.gpus import gpu_of
-from flashtile.call.problem import AHEAD, Problem, described, gpu_name
+from flashtile.call.problem import AHEAD, Problem, described, gpu_name, gpu_of
 from flashtile.cli.options import MOST, DeviceType, DtypeName
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError

@@ -159,9 +159,11 @@ def _of_this_rank(spec: Spec, t: Tensors) -> Problem:
     if spec.packed:
         whole.cu_seqlens_q = whole.cu_seqlens_k = mine["cu_seqlens_q"].to("meta")
     of_whole = Problem.of(whole, options)
-    return dataclasses.replace(
-        problem, score_mod=of_whole.score_mod, mask_mod=of_whole.mask_mod, grads=spec.options.grads
-    )
+    return problem.but(grads=spec.options.grads, **{name: getattr(of_whole, name) for name in _OF_PAIRS})
+
+
+# Fields of ``Problem`` that what is given for pairs of rows and keys decides.
+_OF_PAIRS = ("bias_dtype", "mask", "row_keys", "key_rows", "by_head", "score_function", "mask_function")
 
 
 def _needs_places(spec: Spec, t: Tensors) -> bool:

@@ -178,8 +178,8 @@ def describe_problem(problem: Problem) -> str:
     """The problem in one line."""
     p = problem
     lengths = f"{'up to ' if p.varlen else ''}{p.seqlen_q} x {p.seqlen_k}"
-    if p.keys.used:
-        pages = f" in pages of {p.keys.page_size}" if p.keys.page_size else ""
+    if p.cached:
+        pages = f" in pages of {p.page_size}" if p.page_size else ""
         lengths = f"{'up to ' if p.varlen else ''}{p.seqlen_q} x a cache of {p.seqlen_k}{pages}"
     used = ", ".join(f.label for f in FEATURES if f.used(p) and f.name not in ("causal", "window", "pages"))
     heads = f"{p.num_heads_q} heads" + (f" over {p.num_heads_kv}" if p.group_size > 1 else "")

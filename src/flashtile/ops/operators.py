@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flashtile.call import quantized_problem
+from flashtile.call import quantized_call
 from flashtile.call.arguments import (
     GRADIENTS,
     TENSORS,
@@ -23,7 +23,7 @@ from flashtile.call.arguments import (
 )
 from flashtile.call.backend import Given, Plan
 from flashtile.call.problem import Problem, check_values
-from flashtile.call.quantized_arguments import QuantizedOptions, QuantizedTensors
+from flashtile.call.quantized_call import QuantizedOptions, QuantizedTensors
 from flashtile.core import settings
 from flashtile.core.sizes import is_dense
 from flashtile.core.states import in_one
@@ -300,7 +300,7 @@ def attend_quantized(t: QuantizedTensors, options: QuantizedOptions) -> tuple[Te
 
 
 QUANTIZED = Operation(
-    "a quantized call", "quantized", QuantizedTensors, QuantizedOptions, quantized_problem.problem_of,
-    quantized_problem.check_values,
+    "a quantized call", "quantized", QuantizedTensors, QuantizedOptions, quantized_call.problem_of,
+    quantized_call.check_values,
 )  # fmt: skip
 QUANTIZED_FORWARD = QUANTIZED.define("attention_quantized", QUANTIZED.run, QUANTIZED.fake, flops=flops.quantized_flops)

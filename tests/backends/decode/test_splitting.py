@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flashtile.backends.gpu.decode.config import Config, Splitting
 from flashtile.backends.gpu.decode.launch import Bounds
 from flashtile.call.cached_arguments import CacheTensors
-from flashtile.call.problem import SequenceLayout, described
+from flashtile.call.problem import described
 from tests.backends.decode.rule import cut
 
 RULES = [Splitting(), Splitting(fewest_of_long=256), Splitting(264, 128, 1024), Splitting(8, 16, 64, 8),
@@ -46,7 +46,7 @@ def test_packed_calls_stay_within_their_bounds(
     total = sum(rows for _, rows in sequences) + spare
     problem = described(
         batch=len(sequences), num_heads_q=heads * group, num_heads_kv=heads, head_dim=16, head_dim_v=16,
-        queries=SequenceLayout(total, packed=True), keys=SequenceLayout(capacity, used=True),
+        seqlen_q=total, varlen=True, seqlen_k=capacity, cached=True,
     )  # fmt: skip
     q = torch.empty(total, heads * group, 16, device="meta")
     bounds = Bounds(problem, CacheTensors(q, q, q, q, q), config)

@@ -23,7 +23,7 @@ from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.cached_problem import bands_of, pages_of
-from flashtile.call.problem import Precision, Problem, SequenceLayout, Tensors, described
+from flashtile.call.problem import Problem, Tensors, described
 from flashtile.core.masks import Band
 from flashtile_lab.kernels.decode import described_call
 from tests.backends.hopper.emulated import on_cpu
@@ -132,8 +132,8 @@ def alone(case: CacheCase, problem: Problem, tensors: CacheTensors, b: int) -> t
     )
     own = bounded(problem)
     own = own.but(
-        band=bands_of(own, t)[b], causal_each=False, batch=1, queries=SequenceLayout(rows),
-        keys=SequenceLayout(count), seqlen_q=rows, seqlen_k=count, precision=replace(problem.precision, kv=q.dtype),
+        band=bands_of(own, t)[b], causal_each=False, batch=1, varlen=False, seqlen_q=rows, seqlen_k=count,
+        cached=False, page_size=0, kv_dtype=q.dtype,
     )  # fmt: skip
     dense = Tensors(q[None], k[None], v[None], t.alibi_slopes, sinks=t.sinks)
     out, lse = forward.plan(own, dense)(dense)
@@ -304,10 +304,7 @@ def test_short_prompts_take_two_warpgroups_and_long_ones_three(
     rows: int, keys: int, warpgroups: int, strip: int
 ) -> None:
     few, _ = call_of(case_of(((1, 1),), heads=64, kv_heads=8, packed=True, page_size=16))
-    keys_of = SequenceLayout(keys, used=True, page_size=16)
-    problem = few.but(
-        batch=8000 // rows, queries=SequenceLayout(rows, True), keys=keys_of, seqlen_q=rows, seqlen_k=keys
-    )
+    problem = few.but(batch=8000 // rows, varlen=True, seqlen_q=rows, seqlen_k=keys, page_size=16)
     config = tiles.choose(problem, rows=8000)
     assert (config.num_warpgroups, config.strip) == (warpgroups, strip)
 
@@ -358,10 +355,9 @@ def test_which_kernel_and_why(change: dict[str, Any], says: str) -> None:
     facts |= {"dtype": torch.bfloat16, "kv": torch.bfloat16} | change
     problem = described(
         device_type="cuda", compute_capability=(9, 0), batch=4, num_heads_q=32, num_heads_kv=8, band=Band(None, 0),
-        precision=Precision(facts["dtype"], facts["kv"], facts["dtype"], facts["dtype"]),
-        queries=SequenceLayout(facts["rows"], facts["packed"]),
+        dtype=facts["dtype"], kv_dtype=facts["kv"], seqlen_q=facts["rows"], varlen=facts["packed"],
         head_dim=facts["head_dim"], head_dim_v=facts["head_dim"],
-        keys=SequenceLayout(facts["capacity"], used=True, page_size=facts["page_size"]), softmax_scale=0.1,
+        seqlen_k=facts["capacity"], cached=True, page_size=facts["page_size"], softmax_scale=0.1,
     )  # fmt: skip
     said = BACKEND.describe(problem, "decode")
     assert says in said and ("rows over more than" in said) == (facts["packed"] and facts["capacity"] > 8192)
@@ -381,7 +377,7 @@ def test_copies_need_no_pages_of_whole_rows_but_places_of_32_bits() -> None:
     for cache, is_near in ((far[:7], True), (far, False)):
         for name in ("k_cache", "v_cache"):
             assert (_kernel(problem, replace(tensors, **{name: cache})) == "prompts") == is_near
-    of_64 = problem.but(keys=problem.keys._replace(page_size=64))
+    of_64 = problem.but(page_size=64)
     assert _kernel(of_64, replace(tensors, v_cache=far[:7])) == "decode"
 
 

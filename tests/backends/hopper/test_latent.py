@@ -16,7 +16,6 @@ from flashtile.backends.gpu.decode import launch
 from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper import BACKEND
 from flashtile.backends.hopper.latent import launch as latent
-from flashtile.call.problem import SequenceLayout
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.kvcache.cases import CacheCase, build, judge
@@ -111,7 +110,7 @@ def test_other_calls_stay_with_the_triton_kernel() -> None:
     assert BACKEND.kernel("decode", problem, call.tensors).name == "latent rows"
     for changes in (
         {"band": Band(100, 0)}, {"softcap": 2.0}, {"alibi": True}, {"softmax_scale": -1.0}, {"head_dim": 80},
-        {"head_dim_v": 256}, {"dtype": torch.float32}, {"aligned": False}, {"keys": SequenceLayout(300, page_size=24)},
+        {"head_dim_v": 256}, {"dtype": torch.float32}, {"aligned": False}, {"page_size": 24},
     ):  # fmt: skip
         assert "not the kernel for latent rows: " in BACKEND.describe(problem.but(**changes), "decode"), changes
     padded = dataclasses.replace(call.tensors, cache_leftpad=call.tensors.cache_seqlens)

@@ -19,7 +19,7 @@ from flashtile.backends.hopper import BACKEND
 from flashtile.backends.hopper.decode import launch as hopper_decode
 from flashtile.backends.hopper.decode.config import choose
 from flashtile.call.cached_arguments import CacheTensors
-from flashtile.call.problem import Problem, SequenceLayout
+from flashtile.call.problem import Problem
 from flashtile.core.masks import Band
 from tests import cases
 from tests.backends.hopper.emulated import on_cpu
@@ -119,7 +119,7 @@ def test_calls_that_are_never_split(case: CacheCase) -> None:
     problem = on_hopper(call)
     chosen = choose(problem, call.tensors)
     assert chosen.specialised
-    assert chosen.splitting.bound(problem.keys.length, problem.seqlen_q * problem.group_size, 1, case.kv_heads) == 1
+    assert chosen.splitting.bound(problem.seqlen_k, problem.seqlen_q * problem.group_size, 1, case.kv_heads) == 1
     for place in (on_cpu(seed=1), hopper.on_cpu(Options(seed=1))):
         with place, running(case, chosen.splitting):
             judge(build(case, torch.bfloat16), "hopper")
@@ -161,7 +161,7 @@ def test_other_calls_stay_with_the_triton_kernel() -> None:
     for changes in (
         {"band": Band(100, 0)}, {"softcap": 2.0}, {"alibi": True}, {"softmax_scale": -1.0}, {"num_heads_q": 8},
         {"compute_capability": (8, 0)}, {"head_dim": 80, "head_dim_v": 80}, {"head_dim_v": 128},
-        {"queries": SequenceLayout(2), "seqlen_q": 2}, {"num_heads_q": 40, "head_dim": 256, "head_dim_v": 256},
+        {"varlen": False, "seqlen_q": 2}, {"num_heads_q": 40, "head_dim": 256, "head_dim_v": 256},
     ):  # fmt: skip
         assert kernel(problem.but(**changes)) in ("decode", "prompts"), changes
     padded = dataclasses.replace(tensors, cache_leftpad=tensors.cache_seqlens)

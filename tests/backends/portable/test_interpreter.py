@@ -17,7 +17,7 @@ from flashtile.backends.portable.backward.launch import gqa_splits, launches
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward.launch import forward_launch
 from flashtile.call.arguments import Grads
-from flashtile.call.problem import SequenceLayout, Tensors
+from flashtile.call.problem import Tensors
 from flashtile.core.masks import Band
 from flashtile.core.states import in_one
 from flashtile.ops import plans as kept
@@ -284,7 +284,7 @@ def test_queries_and_keys_have_layouts_of_their_own(packed: str) -> None:
         mixed = dataclasses.replace(both, k=k.view(2, 24, 2, -1), v=v.view(2, 24, 2, -1), cu_seqlens_k=None)
     else:
         mixed = dataclasses.replace(both, q=q.view(2, 24, 4, -1), cu_seqlens_q=None)
-        problem = dataclasses.replace(problem, queries=SequenceLayout(24))
+        problem = problem.but(seqlen_q=24, varlen=False)
         out, dout = out.view(2, 24, 4, -1), dout.view(2, 24, 4, -1)
         lse = lse.view(4, 2, 24).transpose(0, 1).contiguous()
     got, got_lse = plans.forward(problem, mixed)

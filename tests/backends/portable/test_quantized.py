@@ -10,7 +10,7 @@ import torch
 from flashtile.backends.gpu.trial import trial
 from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.rounding import launch
-from flashtile.call.quantized_arguments import FLOAT8
+from flashtile.call.quantized_call import FLOAT8
 from flashtile.ops import dispatch
 from tests.fuzz.judged import judge as judge_random
 from tests.fuzz.judged import on_cpu

@@ -19,7 +19,7 @@ from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.forward import config as forward
 from flashtile.backends.portable.quantized import config as quantized
 from flashtile.call.arguments import FLOAT8
-from flashtile.call.problem import Problem, SequenceLayout
+from flashtile.call.problem import Problem
 from flashtile.core.masks import Band
 from flashtile_lab.kernels import report
 from flashtile_lab.kernels.portable import builds
@@ -99,8 +99,10 @@ def test_a_row_that_is_none_is_named() -> None:
 @pytest.mark.parametrize(("seqlen", "group"), [(40, 1), (600, 1), (600, 2)])
 def test_every_kind_of_8_bit_call_has_tiles(causal: bool, seqlen: int, group: int) -> None:
     sizes = {"num_heads_kv": 2, "num_heads_q": 2 * group}
-    layouts = {name: SequenceLayout(seqlen) for name in ("queries", "keys")}
-    problem = _problem(64, dtype=FLOAT8, band=Band(None, 0 if causal else None), **sizes, **layouts)
+    lengths = {"seqlen_q": seqlen, "seqlen_k": seqlen}
+    problem = _problem(64, dtype=FLOAT8, band=Band(None, 0 if causal else None), **sizes, **lengths)
+        64, dtype=FLOAT8, band=Band(None, 0 if causal else None), **sizes, seqlen_q=seqlen, seqlen_k=seqlen
+    )
     for head_dim in (16, 64, 96, 160, 192, 256):
         assert quantized.choose(problem.but(head_dim=head_dim, head_dim_v=head_dim), "sm_90").block_n <= 128
 

@@ -17,7 +17,7 @@ from flashtile.backends.cpu import forward
 from flashtile.call.arguments import Options
 from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors, first_of, tree_pairs
 from flashtile.call.cached_problem import bands_of, lengths_of
-from flashtile.call.problem import Problem, SequenceLayout, Tensors
+from flashtile.call.problem import Problem, Tensors
 from flashtile.call.rotary import apply_rotary
 from flashtile.core.masks import Band
 
@@ -28,15 +28,17 @@ _CPU = torch.device("cpu")
 
 def describe(problem: Problem) -> str:
     """The path in one line."""
-    copied = "keys copied from pages, " if problem.keys.page_size else ""
+    copied = "keys copied from pages, " if problem.page_size else ""
     return f"one sequence at a time, {copied}{forward.describe(single(problem))}"
 
 
 def single(problem: Problem) -> Problem:
     """The regular call of one sequence, without its lengths; 8-bit keys are multiplied in the softmax's dtype."""
-    dtype = problem.lse_dtype if problem.precision.kv in EIGHT_BITS else problem.dtype
+    dtype = problem.lse_dtype if problem.kv_dtype in EIGHT_BITS else problem.dtype
     dim = problem.head_dim + problem.qv * problem.head_dim_v
-    return problem.but(batch=1, queries=SequenceLayout(0), keys=SequenceLayout(0), dtype=dtype, head_dim=dim, qv=False)
+    return problem.but(
+        batch=1, seqlen_q=0, seqlen_k=0, varlen=False, cached=False, page_size=0, dtype=dtype, head_dim=dim, qv=False
+    )
 
 
 def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
@@ -185,7 +187,7 @@ def _append(problem: Problem, t: CacheTensors, old: Sequence[int], new: Sequence
         k, v, slots = k[written], v[written], slots[written].long()
         entries, places = slots // t.k_cache.shape[1], slots % t.k_cache.shape[1]
     elif t.in_pages:
-        size = problem.keys.page_size
+        size = problem.page_size
         entries, places = _pages(t, sequence, places // size).long(), places % size
     else:
         entries = sequence if t.cache_batch_idx is None else t.cache_batch_idx[sequence].long()
@@ -228,7 +230,7 @@ def _found(problem: Problem, t: CacheTensors, cache: Tensor, b: int, span: tuple
     start, stop = span
     if not t.in_pages:
         return cache[_entry(t, b), start:stop]
-    size = problem.keys.page_size
+    size = problem.page_size
     # The entry for a span without keys may be no valid page.
     first = start // size
     pages = _pages(t, b, torch.arange(first, -(-stop // size) if start < stop else first, device=_CPU))
@@ -248,7 +250,7 @@ def _scales(problem: Problem, t: CacheTensors, scale: Tensor, b: int, span: tupl
         return scale[None, :, None]
     if not t.in_pages:
         return scale[_entry(t, b), None, :, None]
-    positions = torch.arange(*span, device=scale.device) // problem.keys.page_size
+    positions = torch.arange(*span, device=scale.device) // problem.page_size
     return scale[_pages(t, b, positions).long()][..., None]
 
 

@@ -12,7 +12,7 @@ from flashtile.backends.cpu import forward
 from flashtile.call.blocks import LARGEST
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized import Quantized
-from flashtile.call.quantized_arguments import QuantizedTensors
+from flashtile.call.quantized_call import QuantizedTensors
 
 
 def describe(problem: Problem) -> str:

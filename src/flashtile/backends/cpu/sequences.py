@@ -159,7 +159,7 @@ def _sequence(
     mask, _ = _corner(t.attn_mask, batch, q.shape[2], k.shape[2])
     bias, bias_place = _corner(t.attn_bias, batch, q.shape[2], k.shape[2])
     # If both describe the same mask, the rows' keys are enough.
-    key_rows = None if problem.mask_mod.mirrored else t.key_rows
+    key_rows = None if problem.mirrored else t.key_rows
     row_keys, key_rows = _first(t.row_keys, batch, q.shape[2]), _first(key_rows, batch, k.shape[2])
     function, listed = mask_function(problem, t), None
     if t.row_blocks is not None and t.row_items is not None:

@@ -23,8 +23,7 @@ from flashtile.backends.gpu import archive, driver
 from flashtile.backends.gpu.launch import Launch, Specialisation, compile_kernel, lower, specialise, text_of
 from flashtile.call import backend as base
 from flashtile.call.backend import LOADED
-from flashtile.call.gpus import Gpu
-from flashtile.call.problem import AHEAD
+from flashtile.call.problem import AHEAD, Gpu
 from flashtile.core import settings
 from flashtile.core.errors import UnsupportedError
 
@@ -273,7 +272,7 @@ def is_direct() -> bool:
 
 
 def builds(launches: Mapping[str, Launch]) -> list[base.Build]:
-    """The result of ``Backend.builds`` for launches by name: on the current device, or for that of ``call.gpus``."""
+    """The result of ``Backend.builds`` for launches by name: on the current device, or for ``AHEAD``."""
     if (gpu := AHEAD.get()) is not None:
         from flashtile.backends.gpu.ahead import RECORDER
 

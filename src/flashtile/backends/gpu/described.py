@@ -8,7 +8,7 @@ import torch
 
 from flashtile.call.blocks import BLOCK, num_blocks
 from flashtile.call.problem import Problem, Tensors
-from flashtile.call.quantized_arguments import QuantizedTensors
+from flashtile.call.quantized_call import QuantizedTensors
 from flashtile.core.masks import Origin
 
 
@@ -34,8 +34,8 @@ def described_tensors(problem: Problem) -> Tensors:
         cu_seqlens_q=bounds,
         cu_seqlens_k=bounds,
         rng_state=empty(2, dtype=torch.int64) if p.dropout_p > 0 else None,
-        row_keys=empty(1, 1, p.seqlen_q, 2, dtype=torch.int32) if p.mask_mod.row_keys else None,
-        key_rows=empty(1, 1, p.seqlen_k, 2, dtype=torch.int32) if p.mask_mod.key_rows else None,
+        row_keys=empty(1, 1, p.seqlen_q, 2, dtype=torch.int32) if p.row_keys else None,
+        key_rows=empty(1, 1, p.seqlen_k, 2, dtype=torch.int32) if p.key_rows else None,
         row_blocks=empty(1, 1, -(-p.seqlen_q // p.listed[0]), 3, dtype=torch.int32) if p.listed else None,
         key_blocks=empty(1, 1, -(-p.seqlen_k // p.listed[1]), 3, dtype=torch.int32) if p.listed else None,
         row_items=empty(256, dtype=torch.int32) if p.listed else None,

@@ -23,7 +23,7 @@ _BLOCK = 256
 def table_of(problem: Problem) -> DistanceTable | None:
     """The record of a call's table; None if it has none, as over a cache, where each sequence has few rows."""
     key = problem.score_function
-    if key is None or problem.keys.used or not (values := tabulated(key.graph)):
+    if key is None or problem.cached or not (values := tabulated(key.graph)):
         return None
     ops = {key.graph.nodes[n].op for n in key.graph.needed(values)}
     before = problem.seqlen_k + SLACK

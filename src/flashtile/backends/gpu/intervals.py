@@ -98,7 +98,7 @@ def most_bounds(problem: Problem, t: Tensors, *, over_keys: bool = False) -> int
 
 def _used(problem: Problem, t: Tensors, over_keys: bool) -> tuple[Tensor | None, Tensor | None]:
     """row_keys and key_rows that a kernel reads: where both say the same, those of its tiles."""
-    if not problem.mask_mod.mirrored:
+    if not problem.mirrored:
         return t.row_keys, t.key_rows
     return (None, t.key_rows) if over_keys else (t.row_keys, None)
 

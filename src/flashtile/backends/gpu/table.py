@@ -13,7 +13,7 @@ import torch
 from flashtile.backends.gpu import build
 from flashtile.call.arguments import Grads
 from flashtile.call.backend import Build, Capabilities, Direction, Given, Limit, Plan
-from flashtile.call.problem import Problem, SequenceLayout
+from flashtile.call.problem import Problem
 
 if TYPE_CHECKING:
     from flashtile.backends.gpu.decode.launch import Attention
@@ -117,11 +117,11 @@ def is_split(problem: Problem) -> bool:
 
 def as_cached(problem: Problem) -> Problem:
     """A call without a cache, over one whose entries are full."""
-    return problem.but(keys=SequenceLayout(problem.seqlen_k, used=True), grads=Grads())
+    return problem.but(cached=True, grads=Grads())
 
 
 def _is_odd_float8_cache(p: Problem) -> bool:
-    return p.precision.kv.itemsize == 1 and (not p.aligned or p.head_dim % 2 + p.head_dim_v % 2 > 0)
+    return p.kv_dtype.itemsize == 1 and (not p.aligned or p.head_dim % 2 + p.head_dim_v % 2 > 0)
 
 
 ODD_FLOAT8_CACHE = Limit("float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_float8_cache)

@@ -39,7 +39,7 @@ def _present(reasons: dict[str, bool]) -> list[str]:
 
 def _against_decode(problem: Problem, sizes: tuple[int, ...], unit: int) -> dict[str, bool]:
     """What keeps cached calls from either decode kernel: pages are of these ``sizes`` or of whole ``unit``s."""
-    p, size = problem, problem.keys.page_size
+    p, size = problem, problem.page_size
     return {
         f"pages of {size}": size not in sizes and size % unit > 0,
         "window": p.band.left is not None,
@@ -71,7 +71,7 @@ def _against_latent(problem: Problem) -> list[str]:
     p = problem
     return _present({
         f"columns {p.head_dim} and {p.head_dim_v}, not 64 and 512": (p.head_dim, p.head_dim_v) != (64, 512),
-        "caches in 8 bits but of rows of 656 bytes": p.precision.kv.itemsize == 1,
+        "caches in 8 bits but of rows of 656 bytes": p.kv_dtype.itemsize == 1,
         "dtype": p.dtype not in (torch.float16, torch.bfloat16),
         **_against_decode(p, (8, 16, 32), 64),
     })  # fmt: skip
@@ -87,8 +87,8 @@ def _against_forward(problem: Problem) -> list[str]:
     p, config = problem, module("hopper.forward.config")
     unit = 16 if config.widens(p) else 8
     return _present({
-        "caches in 8 bits": config.widens(p) and p.precision.kv != FLOAT8,
-        f"8 bits in pages of {p.keys.page_size}": config.widens(p) and config.gathers(p),
+        "caches in 8 bits": config.widens(p) and p.kv_dtype != FLOAT8,
+        f"8 bits in pages of {p.page_size}": config.widens(p) and config.gathers(p),
         "dtype": p.dtype not in (torch.float16, torch.bfloat16),
         "head_dim past 256": _is_big(p),
         f"head_dim that is no multiple of {unit}": p.head_dim % unit > 0 or p.head_dim_v % unit > 0,
@@ -116,7 +116,7 @@ class _Prompts(CachedKernel):
 
 def leaves_few(problem: Problem) -> bool:
     """Whether packed sequences of few rows may have so many keys that they are left to a kernel that splits them."""
-    return problem.varlen and problem.keys.length > LONG_KEYS
+    return problem.varlen and problem.seqlen_k > LONG_KEYS
 
 
 def _is_wide(problem: Problem) -> bool:
@@ -187,7 +187,7 @@ _LISTS = (
     Limit("block lists at head_dim past 256", lambda p: p.listed != () and _is_big(p)),
 )
 _OF_BACKWARD = (
-    Limit("interval masks or block lists by head, of grouped heads", lambda p: p.mask_mod.by_head and p.group_size > 1),
+    Limit("interval masks or block lists by head, of grouped heads", lambda p: p.by_head and p.group_size > 1),
     Limit(
         "dropout at head_dim past 256 or with a score_mod",
         lambda p: p.dropout_p > 0 and (_is_big(p) or p.score_function is not None),

@@ -14,7 +14,7 @@ from flashtile.backends.gpu.records import dropout_of, functions_of, named
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache, Keys, Mods, Output, PairTensor, Schedule, Slopes
 from flashtile.call.problem import Problem, Tensors
-from flashtile.call.quantized_arguments import QuantizedTensors
+from flashtile.call.quantized_call import QuantizedTensors
 
 # Keys and values that are read at the same time: the L2 cache has 50 MB, and queries and outputs need some of it.
 _CACHED_BYTES = 2**25
@@ -38,7 +38,7 @@ def rows_of(box: TensorMap, block_dim: int, dim: int | None = None) -> Rows:
 def keys_of(problem: Problem, t: Tensors | QuantizedTensors, cache: Cache | None = None) -> Keys:
     """Those of a call; cache: where they are, if they are in one."""
     if cache is not None:
-        return Keys(None, problem.keys.length, cache, True, True)
+        return Keys(None, problem.seqlen_k, cache, True, True)
     return Keys(pointer(t.cu_seqlens_k, "cu_seqlens_k"), t.k.shape[-3], None, False, problem.varlen)
 
 

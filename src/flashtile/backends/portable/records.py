@@ -28,7 +28,7 @@ from flashtile.backends.portable.config import Config, tile_dims
 from flashtile.backends.portable.device.records import Tiles, widths
 from flashtile.call.axes import is_aligned
 from flashtile.call.problem import Problem, Tensors
-from flashtile.call.quantized_arguments import QuantizedTensors
+from flashtile.call.quantized_call import QuantizedTensors
 
 mods = device_code("flashtile.backends.gpu.device.mods")
 # Bytes of keys and values of heads that run together, the same for all chips, as it changes no result. Far below L2,

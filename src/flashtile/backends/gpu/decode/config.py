@@ -115,9 +115,9 @@ def choose(problem: Problem, *, few: bool = False) -> Config:
     block_n = 128 if dim <= 64 else 64 if dim <= 128 else 32
     if block_m > 32:
         block_n = 64
-    elif problem.precision.kv.itemsize == 1:
+    elif problem.kv_dtype.itemsize == 1:
         block_n *= 2
-    is_gathered = problem.keys.page_size > 0
+    is_gathered = problem.page_size > 0
     stages = 2 if dim > 128 and block_m > 16 else 3
     if _has_little_shared_memory(problem):
         # 128 rows of an 8-bit cache at head_dim 128 take 104 KB (Triton 3.7.1), and of any spill 500 bytes.
@@ -143,7 +143,7 @@ def _big(problem: Problem, *, few: bool) -> Config:
     rows = FEW_ROWS if few or problem.row_scale or problem.seqlen_q * problem.group_size <= 16 else 32
     if problem.dtype == torch.float32 or _has_little_shared_memory(problem):
         return Config(16, 16, 8, 1 if problem.dtype == torch.float32 else 2, 1)
-    return Config(rows, 32 * (2 if problem.precision.kv.itemsize == 1 else 1), 8, 2, 1)
+    return Config(rows, 32 * (2 if problem.kv_dtype.itemsize == 1 else 1), 8, 2, 1)
 
 
 def _has_little_shared_memory(problem: Problem) -> bool:
@@ -168,5 +168,5 @@ def rows_of_tile(problem: Problem) -> int:
 
 def hopper_rows(p: Problem) -> int:
     """Packed rows a key head of a call in 16 bits on Hopper; 0 for other calls."""
-    is_16_bit, have = p.dtype.itemsize == p.precision.kv.itemsize == 2, p.compute_capability
+    is_16_bit, have = p.dtype.itemsize == p.kv_dtype.itemsize == 2, p.compute_capability
     return p.seqlen_q * p.group_size if is_16_bit and have is not None and have[0] == 9 else 0

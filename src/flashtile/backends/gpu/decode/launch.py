@@ -19,8 +19,7 @@ from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import Memory, Plan, empty
 from flashtile.backends.gpu.records import multiprocessors
 from flashtile.call.cached_arguments import CacheTensors
-from flashtile.call.gpus import Gpu
-from flashtile.call.problem import Problem
+from flashtile.call.problem import Gpu, Problem
 
 cache_append = device_code("flashtile.backends.gpu.decode.append").cache_append
 cache_attention = device_code("flashtile.backends.gpu.decode.kernel").cache_attention
@@ -97,7 +96,7 @@ class Bounds:
 
     def __init__(self, problem: Problem, tensors: CacheTensors, config: Config) -> None:
         p, cut = problem, config.splitting
-        group, heads, capacity = p.group_size, p.num_heads_kv, p.keys.length
+        group, heads, capacity = p.group_size, p.num_heads_kv, p.seqlen_k
         if p.varlen:
             rows = tensors.q.shape[0] * group
             splits = cut.bound(capacity, group, 1, heads)

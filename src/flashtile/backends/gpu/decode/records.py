@@ -73,7 +73,7 @@ def cache_of(problem: Problem, t: CacheTensors, as_8_bit: torch.dtype | None, bl
         if is_8_bit else rows_of(name, cache, block)
         for name, cache, block in (("k_cache", t.k_cache, block_d), ("v_cache", values, block_dv))
     )  # fmt: skip
-    e5m2 = p.precision.kv == torch.float8_e5m2
+    e5m2 = p.kv_dtype == torch.float8_e5m2
     # GPUs before sm_89 have no instruction that decodes e4m3 numbers.
     bits = is_8_bit and (p.compute_capability is None or (not e5m2 and p.compute_capability < (8, 9)))
     of_k, of_v = _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale)
@@ -83,9 +83,9 @@ def cache_of(problem: Problem, t: CacheTensors, as_8_bit: torch.dtype | None, bl
     new = Sequences(bounds, p.batch, 0 if t.k is None or bounds is not None else t.k.shape[1])
     return Cache(
         k, v, Scales(of_k, of_v, of_rows, is_8_bit, e5m2, bits, by_page), new,
-        indices(t.cache_seqlens, "cache_seqlens"), indices(t.cache_batch_idx, "cache_batch_idx"), p.keys.length,
+        indices(t.cache_seqlens, "cache_seqlens"), indices(t.cache_batch_idx, "cache_batch_idx"), p.seqlen_k,
         pages_of(t), 0 if t.page_table is None else t.page_table.stride(0), indices(t.page_indptr, "page_indptr"),
-        p.keys.page_size,
+        p.page_size,
     )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def _mods(problem: Problem, t: CacheTensors) -> Mods:
 
 def _band(problem: Problem) -> Band:
     """The band, whose chunks are added to positions: longer ones than a sequence have the same effect."""
-    band, most = problem.band, max(problem.keys.length, 1)
+    band, most = problem.band, max(problem.seqlen_k, 1)
     if band.chunk is None:
         return Band(band.left, band.right)
     return Band(*(None if x is None else min(x, most) for x in (band.left, band.right, band.chunk)))
@@ -207,7 +207,7 @@ def search_of(batch: int, packed: bool, least: int) -> int:
 
 
 def _is_8_bit(problem: Problem) -> bool:
-    return problem.precision.kv.itemsize == 1
+    return problem.kv_dtype.itemsize == 1
 
 
 def power_of_two(n: int) -> int:

@@ -151,7 +151,7 @@ def choose(problem: Problem) -> Config:
     if width == 64:
         # Softcap, bias, mask, dropout, rows' intervals, distances on both sides of the diagonal and users' score mods
         # take registers of their own.
-        reads_intervals = problem.mask_mod.row_keys and not problem.mask_mod.mirrored
+        reads_intervals = problem.row_keys and not problem.mirrored
         takes_more = problem.softcap > 0 or reads_score_tensors or reads_intervals or two_sided
         takes_more = takes_more or problem.dropout_p > 0 or problem.score_function is not None or is_dear(problem)
         of_lists = BY_TMA_64 if problem.has_bits and problem.seqlen_q > SHORT else WIDE_64

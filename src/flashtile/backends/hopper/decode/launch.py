@@ -28,7 +28,7 @@ def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms
     is_wide = p.head_dim > 128
     most, consumer, few = (232, 248, 216) if config.block_m == 64 else (168, 232, 40) if is_wide else (168, 224, 56)
     # Boxes of pages smaller than a block are 64 columns wide.
-    rows = min(config.block_n, p.keys.page_size or config.block_n)
+    rows = min(config.block_n, p.page_size or config.block_n)
     cols = p.head_dim if rows == config.block_n else 64
     k, v = (
         tensor_maps.entries_map(name, x, rows, cols) for name, x in (("k_cache", t.k_cache), ("v_cache", t.v_cache))

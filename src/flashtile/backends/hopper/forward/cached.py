@@ -52,7 +52,7 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         indices(t.page_indptr, "page_indptr"),
         None if gathers else t.v_cache.stride(0) // t.v_cache.stride(1),
         None if t.causal is None else Pointer(torch.uint8, "causal"),
-        mixed, paging_of(p.keys.page_size) if gathers else None, None if gathers else p.keys.page_size, few, long,
+        mixed, paging_of(p.page_size) if gathers else None, None if gathers else p.page_size, few, long,
         _scale("k_scale", t.k_scale), _scale("v_scale", t.v_scale),
     )  # fmt: skip
     out_map = tensor_maps.rows_map("out", t.out, config.strip, config.out_cols, p.varlen)
@@ -86,10 +86,10 @@ def _copied_keys(tensors: CacheTensors, config: Config) -> tuple[Rows, Rows]:
 
 def _boxes_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tuple[Rows, Rows]:
     """k: a map of entries or pages. v: a map of packed rows, which TMA fills with zeros past the last key."""
-    size = problem.keys.page_size
+    size = problem.page_size
     rows = min(size or config.block_n, config.block_n)
     # Several boxes in a block, and boxes of 8 bits in a part, have at most 128 bytes a row: see ``parts.load``.
-    most = 256 if rows == config.block_n and not config.widens else 128 // problem.precision.kv.itemsize
+    most = 256 if rows == config.block_n and not config.widens else 128 // problem.kv_dtype.itemsize
     cols, cols_v = (min(configs.narrowest(width), most) for width in (config.block_d, config.block_dv))
     return (
         rows_of(tensor_maps.rows_map("k_cache", tensors.k_cache, rows, cols, varlen=False), config.block_d),

@@ -237,7 +237,7 @@ def strip_and_cost(problem: Problem, config: Any, rows: int) -> tuple[int, float
     if left is not None:
         keys = min(keys, left + (right or 0) + 1)
     blocks = max(keys, 1) / config.block_n + 0.5
-    more = _THIRD_WARPGROUP_CACHED_BLOCKS if problem.keys.used else _THIRD_WARPGROUP_BLOCKS
+    more = _THIRD_WARPGROUP_CACHED_BLOCKS if problem.cached else _THIRD_WARPGROUP_BLOCKS
     a_row = 1.0 if config.num_warpgroups == 2 else _THIRD_WARPGROUP + more / blocks
 
     def rows_of(unit: int, heads: int) -> float:
@@ -255,7 +255,7 @@ def strip_and_cost(problem: Problem, config: Any, rows: int) -> tuple[int, float
     if group == 1 or by_head or is_far or problem.out_dtype == torch.float32:
         return config.block_m, alone
     # A server's packed queries are mostly single rows, which would leave most of a strip of 32 empty.
-    is_packed = varlen and not problem.keys.used
+    is_packed = varlen and not problem.cached
     costs = {
         strip: rows_of(strip, group) * (1 + _STRIP_BLOCKS * config.block_m / strip / blocks)
         for strip in (_STRIPS[:1] if is_packed or max(config.block_d, config.block_dv) > 192 else _STRIPS)
@@ -312,24 +312,24 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         other_strip, other_cost = strip_and_cost(problem, other, rows)
         if other_cost < least:
             config, strip, least = other, other_strip, other_cost
-        elif problem.keys.used:
+        elif problem.cached:
             # Timed so: over a cache two warpgroups have run only with the strip that suits three.
             strip = other_strip
     if strip < config.block_m:
         config = with_pack_gqa(config, strip)
-    if is_causal and is_short and dims == (64, 64) and not problem.keys.used:
+    if is_causal and is_short and dims == (64, 64) and not problem.cached:
         # With few blocks a tile, the overlap makes both warpgroups wait on each other; over a cache it pays even so.
         config = _variant(config, overlap=False)
     if problem.varlen:
         # With these, the scheduler has no registers for a counter (see ``kernel``).
         is_fixed = has_left or problem.softcap > 0
     else:
-        is_counted = has_left or is_listed or problem.keys.used or dims == (64, 64)
+        is_counted = has_left or is_listed or problem.cached or dims == (64, 64)
         is_fixed = is_causal and not is_counted and problem.seqlen_q > (SHORT if max(dims) <= 128 else 2 * SHORT)
     if not is_fixed:
         # A tile found ahead is one that no idle program can take. But the shortest take less time than finding one.
         # Packed tiles over a cache are found when a producer asks.
-        if problem.varlen and problem.keys.used:
+        if problem.varlen and problem.cached:
             ahead = 2
         elif min(problem.seqlen_q, 2 * problem.seqlen_k) <= SHORT // 2 and max(dims) <= 128:
             ahead = 3 if is_causal else 4
@@ -353,7 +353,7 @@ def _two_warpgroups_of(problem: Problem, dims: tuple[int, int]) -> Config:
     """
     config, p = TWO_WARPGROUPS[dims], problem
     if dims == (96, 128) and p.head_dim > 80 and p.seqlen_q > SHORT and p.band.unbounded:
-        takes_more = p.softcap > 0 or p.alibi or p.intervals or p.listed or p.dropout_p > 0 or p.keys.used
+        takes_more = p.softcap > 0 or p.alibi or p.intervals or p.listed or p.dropout_p > 0 or p.cached
         has_functions = p.score_function is not None or p.mask_function is not None
         config = config if takes_more or has_functions else HELD_96
     return _variant(config, pingpong=True) if problem.dropout_p > 0 and dims == (128, 128) else config
@@ -373,7 +373,7 @@ def is_dear(problem: Problem) -> bool:
     """
     of_keys = 0
     for graph in [key.graph for key in (problem.score_function, problem.mask_function) if key is not None]:
-        given = tabulated(graph) if not problem.keys.used else ()
+        given = tabulated(graph) if not problem.cached else ()
         for n in graph.needed([graph.result, *(() if graph.slope is None else (graph.slope,))], given):
             node = graph.nodes[n]
             if n not in given and (node.op == "load" or node.op in EXPENSIVE):
@@ -412,12 +412,12 @@ _FEWEST_BOX_ROWS = 16
 
 def widens(problem: Problem) -> bool:
     """Whether a call's keys and values are in a cache of 8 bits."""
-    return problem.keys.used and problem.precision.kv.itemsize == 1
+    return problem.cached and problem.kv_dtype.itemsize == 1
 
 
 def gathers(problem: Problem) -> bool:
     """Whether keys and values are in pages that TMA has no boxes for."""
-    size = problem.keys.page_size
+    size = problem.page_size
     return 0 < size < _FEWEST_BOX_ROWS or size & (size - 1) != 0
 
 

@@ -38,7 +38,7 @@ def latent_launch(problem: Problem, tensors: CacheTensors) -> Attention:
     # What the Triton kernel's folds would have is the same in every build.
     own = {"SEARCH": search, "PATIENCE": PATIENCE if p.device_type == "cuda" else 1, "FOLD_ROWS": 1, "AHEAD": 1}
     call = call._replace(schedule=call.schedule._replace(**own))
-    rows = min(64, p.keys.page_size or 64)
+    rows = min(64, p.page_size or 64)
     c, lanes = config, lanes_of(p, min(config.most_lanes, programs))
     k, v = (
         tensor_maps.entries_map(name, x, rows, cols)

@@ -20,8 +20,7 @@ from flashtile.backends.hopper.quantized.config import Config
 from flashtile.backends.hopper.records import call_of, keys_of, output_of, plain_mods, rows_of, schedule_of
 from flashtile.call.backend import Plan
 from flashtile.call.problem import Problem
-from flashtile.call.quantized_arguments import QuantizedTensors
-from flashtile.call.quantized_problem import scale_strides
+from flashtile.call.quantized_call import QuantizedTensors, scale_strides
 
 attention_quantized = device_code("flashtile.backends.hopper.quantized.kernel").attention_quantized
 

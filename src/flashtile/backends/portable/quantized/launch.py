@@ -23,8 +23,7 @@ from flashtile.backends.portable.records import (
     tiles_of,
 )
 from flashtile.call.problem import Problem
-from flashtile.call.quantized_arguments import QuantizedTensors
-from flashtile.call.quantized_problem import scale_strides
+from flashtile.call.quantized_call import QuantizedTensors, scale_strides
 
 attention_quantized = device_code("flashtile.backends.portable.quantized.kernel").attention_quantized
 
