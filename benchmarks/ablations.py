@@ -13,12 +13,12 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.session import NotTimedError
 from flashtile.backends.hopper.forward import config as tiles
-from flashtile.backends.hopper.forward.config import Config, two_warpgroups
+from flashtile.backends.hopper.forward.config import ForwardTiles, two_warpgroups
 from flashtile.call.problem import described
 from flashtile.ops import plans
 
 # What a provider's name ends with -> the design's tiles, changed so.
-CHANGES: dict[str, Callable[[Config], Config]] = {
+CHANGES: dict[str, Callable[[ForwardTiles], ForwardTiles]] = {
     "pingpong": lambda c: replace(c, pingpong=True),
     "no-pingpong": lambda c: replace(c, pingpong=False),
     "softmax-apart": lambda c: replace(c, in_turn=True),

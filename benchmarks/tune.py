@@ -45,7 +45,7 @@ HOPPER = {"forward": hopper_forward, "backward": hopper_backward}
 PEERS = ("fa3", "cudnn", "fa2")
 TABLE = "table"
 
-# As ``portable.Config.name`` has it. While dk is tuned the first of dv is used, and the reverse.
+# As ``PortableTiles.name`` has it. While dk is tuned the first of dv is used, and the reverse.
 PORTABLE = {
     ("forward", 64): "128x128x8x3, 128x64x8x3, 128x64x4x3, 64x64x4x3, 64x64x4x3 A, 64x128x4x2, 64x128x4x2 TA",
     (
@@ -85,10 +85,10 @@ class Candidate:
         if self.name == TABLE:
             return contextlib.nullcontext()
         if self.backend == "portable":
-            configs = {self.kernel: portable.Config.parse(self.name)}
+            configs = {self.kernel: portable.PortableTiles.parse(self.name)}
             if self.kernel in ("dk", "dv"):
                 other = {"dk": "dv", "dv": "dk"}[self.kernel]
-                configs[other] = portable.Config.parse(PORTABLE[other, self.dims[0]].split(", ")[0])
+                configs[other] = portable.PortableTiles.parse(PORTABLE[other, self.dims[0]].split(", ")[0])
             return trial(**configs)
         tiles = hopper_configs(self.kernel, self.dims)[self.name]
         return mock.patch.object(HOPPER[self.kernel], "choose", lambda *args, **given: tiles)
@@ -103,7 +103,9 @@ def hopper_configs(kernel: str, dims: tuple[int, int]) -> dict[str, Any]:
     """Configurations by name: warpgroups, whether tiles overlap ("lap"), whether a counter assigns them ("dyn")."""
     if kernel == "backward":
         widths = hopper_forward.width(dims[0]), hopper_forward.width(dims[1])
-        tiles = {n: each for n, each in vars(hopper_backward).items() if isinstance(each, hopper_backward.Config)}
+        tiles = {
+            n: each for n, each in vars(hopper_backward).items() if isinstance(each, hopper_backward.BackwardTiles)
+        }
         return {n: each for n, each in tiles.items() if (each.block_d, each.block_dv) == widths}
     shapes = {"2g": hopper_forward.TWO_WARPGROUPS[dims]}
     if dims == (64, 64):

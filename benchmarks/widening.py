@@ -43,7 +43,7 @@ def way_of(name: str) -> Iterator[None]:
     """Within, calls are planned as one of WAYS, or ``decode``, says."""
     choose = config.choose
 
-    def chosen(*args: Any, **given: Any) -> config.Config:
+    def chosen(*args: Any, **given: Any) -> config.ForwardTiles:
         return dataclasses.replace(choose(*args, **given), **WAYS.get(name, {}))
 
     def takes(problem: Problem) -> bool:

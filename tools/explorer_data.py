@@ -31,7 +31,7 @@ DATA = ROOT / "extras" / "flashtile_lab" / "explore" / "static" / "data"
 SEQLEN, HEAD_DIM, SEED = 512, 128, 0
 
 
-def record(config: tiles.Config) -> dict[str, Any]:
+def record(config: tiles.ForwardTiles) -> dict[str, Any]:
     """One head of SEQLEN queries and keys, on one multiprocessor; the output is checked against float64."""
     draw = torch.Generator().manual_seed(SEED)
     q, k, v = (torch.randn(1, SEQLEN, 1, HEAD_DIM, generator=draw).bfloat16() for _ in range(3))
@@ -46,7 +46,7 @@ def record(config: tiles.Config) -> dict[str, Any]:
     return recorder.to_json()
 
 
-def variants() -> dict[str, tiles.Config]:
+def variants() -> dict[str, tiles.ForwardTiles]:
     """The configuration that such a call gets, and the same with one thing taken away."""
     problem = described(
         device_type="cuda", compute_capability=(9, 0), dtype=torch.bfloat16, seqlen_q=SEQLEN, seqlen_k=SEQLEN,

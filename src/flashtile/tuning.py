@@ -22,7 +22,7 @@ from flashtile.backends.gpu.trial import trial
 from flashtile.backends.portable import BACKEND, tuned
 from flashtile.backends.portable import config as portable
 from flashtile.backends.portable.backward import config as backward
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import PortableTiles
 from flashtile.call.arguments import Grads
 from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem, Tensors
@@ -49,11 +49,11 @@ class Task:
 
     kernel: str
     key: portable.Key
-    table: Config
+    table: PortableTiles
     problems: tuple[Problem, ...]
     odd: Problem
 
-    def using(self, tiles: Config) -> Any:
+    def using(self, tiles: PortableTiles) -> Any:
         """A context in which the kernel runs with these tiles."""
         return trial(**{self.kernel: tiles})
 
@@ -63,7 +63,7 @@ class Result:
     """The tiles to use, their speedup over the tables' tiles, how many others were timed, and why the rest was not."""
 
     task: Task
-    tiles: Config
+    tiles: PortableTiles
     gain: float = 1.0
     timed: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
@@ -92,17 +92,17 @@ def tasks(problems: Iterable[Problem], directions: Sequence[Direction]) -> list[
     return list(found.values())
 
 
-def candidates(task: Task, best: Config, arch: str) -> list[Config]:
+def candidates(task: Task, best: PortableTiles, arch: str) -> list[PortableTiles]:
     """Tiles worth timing: the tables' tiles for any GPU at these head dims, and ``best`` with one property changed.
 
     They fit the architecture's shared memory and registers, as far as that can be computed before they are built.
     """
-    p, kernel, made = task.odd, task.kernel, list[Config]()
+    p, kernel, made = task.odd, task.kernel, list[PortableTiles]()
     dims = portable.tile_dims(p)
     if arch != "interpreter" and p.dtype != torch.float32:
         keys = [key for key in portable.shipped() if key[1:3] == (kernel, "16 bits")]
         rows = [portable.narrowest(max(64, *dims), *key) for key in keys]
-        made = [Config.parse(row.tiles) for row in rows if row is not None]
+        made = [PortableTiles.parse(row.tiles) for row in rows if row is not None]
     made += _neighbours(best, not p.band.unbounded)
     columns = {"forward": dims[1], "dq": dims[0], "dk": dims[0], "dv": dims[1], "dkdv": sum(dims)}[kernel]
     fitting = []
@@ -118,7 +118,7 @@ def candidates(task: Task, best: Config, arch: str) -> list[Config]:
     return fitting
 
 
-def _neighbours(tiles: Config, masked: bool) -> Iterator[Config]:
+def _neighbours(tiles: PortableTiles, masked: bool) -> Iterator[PortableTiles]:
     """Legal tiles that differ in one property, or in two that balance each other."""
     m, n, w, s = tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages
     changes: list[dict[str, Any]] = [
@@ -211,7 +211,7 @@ def _runner(problem: Problem, kernel: str) -> Run:
     return lambda: tuple(x for x in vars(back(t, out, lse, dout, None)).values() if x is not None)
 
 
-def _poisoned(task: Task, tiles: Config, call: Run) -> tuple[Tensor, ...]:
+def _poisoned(task: Task, tiles: PortableTiles, call: Run) -> tuple[Tensor, ...]:
     """A call's results. Elements that no kernel wrote are NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -222,7 +222,7 @@ def _poisoned(task: Task, tiles: Config, call: Run) -> tuple[Tensor, ...]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _wrong(task: Task, tiles: Config, calls: Sequence[Run], wanted: Sequence[tuple[Tensor, ...]]) -> str:
+def _wrong(task: Task, tiles: PortableTiles, calls: Sequence[Run], wanted: Sequence[tuple[Tensor, ...]]) -> str:
     """Describes an error in the results of tiles; empty if every row is correct."""
     for call, want in zip(calls, wanted, strict=True):
         for ours, theirs in zip(_poisoned(task, tiles, call), want, strict=True):
@@ -241,9 +241,9 @@ def _failure(judge: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _built(task: Task, tiles: Sequence[Config]) -> Iterator[tuple[Config, str]]:
+def _built(task: Task, tiles: Sequence[PortableTiles]) -> Iterator[tuple[PortableTiles, str]]:
     """Builds tiles in parallel, as ``warm_up`` does. Yields each with the reason why it was not built, or nothing."""
-    made: dict[Config, list[Callable[[], object]]] = {each: [] for each in tiles}
+    made: dict[PortableTiles, list[Callable[[], object]]] = {each: [] for each in tiles}
     direction: Direction = "forward" if task.kernel == "forward" else "backward"
     # If Triton launches kernels itself, it builds them at their launch.
     for each in tiles if task.odd.device_type == "cuda" and not torch.version.hip else ():
@@ -251,7 +251,7 @@ def _built(task: Task, tiles: Sequence[Config]) -> Iterator[tuple[Config, str]]:
             for p in (*task.problems, task.odd):
                 made[each] += [build.make for build in BACKEND.builds(p, described_tensors(p), direction)]
 
-    def make(each: Config) -> str:
+    def make(each: PortableTiles) -> str:
         for build in made[each]:
             build()
         return ""
@@ -263,9 +263,11 @@ def _built(task: Task, tiles: Sequence[Config]) -> Iterator[tuple[Config, str]]:
         pool.shutdown(cancel_futures=True)
 
 
-def _race(task: Task, calls: Sequence[Run], tiles: Sequence[Config], rounds: int) -> dict[Config, tuple[float, float]]:
+def _race(
+    task: Task, calls: Sequence[Run], tiles: Sequence[PortableTiles], rounds: int
+) -> dict[PortableTiles, tuple[float, float]]:
     """For each, the log of the tables' time over its own, median over rounds: the mean over calls, and the least."""
-    logs: dict[Config, list[float]] = {each: [] for each in tiles}
+    logs: dict[PortableTiles, list[float]] = {each: [] for each in tiles}
     for call in calls:
         reps, times = 1, {each: list[float]() for each in (task.table, *tiles)}
         for _ in range(2 + rounds):  # the first warms up, the second says how many calls make a burst

@@ -10,7 +10,7 @@ import torch
 import flashtile
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import DIRECTIONS, FEATURES, Direction
-from flashtile.call.problem import MaskMod, Precision, Problem, SequenceLayout, described
+from flashtile.call.problem import Problem, described
 from flashtile.ops import dispatch
 from tests.cases import CASES, build, judge
 
@@ -58,7 +58,7 @@ def _problem(**values: Any) -> Problem:
     return described(**usual | values)
 
 
-_CACHE = SequenceLayout(64, used=True)
+_FLOAT8_CACHE = {"seqlen_k": 64, "cached": True, "kv_dtype": FLOAT8}
 
 
 @pytest.mark.parametrize(
@@ -69,23 +69,20 @@ _CACHE = SequenceLayout(64, used=True)
         (
             "hopper",
             "backward",
-            {"mask_mod": MaskMod(row_keys=True, by_head=True), "num_heads_q": 4},
+            {"row_keys": True, "by_head": True, "num_heads_q": 4},
             "by head, of grouped",
         ),
         ("hopper", "backward", {"dropout_p": 0.1, "head_dim_v": 264}, "dropout at head_dim past 256"),
         ("hopper", "backward", {"deterministic": True, "listed": (128, 128)}, "deterministic=True with interval masks"),
-        ("hopper", "decode", {"keys": _CACHE, "kv": True, "head_dim": 63}, "float8 caches of odd widths"),
+        ("hopper", "decode", {**_FLOAT8_CACHE, "head_dim": 63}, "float8 caches of odd widths"),
         ("portable", "backward", {"listed": (16, 24)}, "no multiples of 16"),
-        ("portable", "decode", {"keys": _CACHE, "kv": True, "aligned": False}, "not aligned to 16 bytes"),
+        ("portable", "decode", {**_FLOAT8_CACHE, "aligned": False}, "not aligned to 16 bytes"),
     ],
     ids=str,
 )
 def test_what_kernels_lack_of_their_features(
     backend: str, direction: Direction, values: dict[str, Any], label: str
 ) -> None:
-    if values.get("kv"):
-        half = torch.float16
-        values = {k: x for k, x in values.items() if k != "kv"} | {"precision": Precision(half, FLOAT8, half, half)}
     able = dispatch.backend(backend).capabilities(direction)
     assert able is not None
     (why,) = able.reasons(_problem(num_heads_kv=1, **{"num_heads_q": 1} | values))

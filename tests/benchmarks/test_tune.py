@@ -5,13 +5,16 @@ import torch
 
 from benchmarks import results, tune
 from flashtile.backends.gpu.trial import on_trial
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import PortableTiles
 
 
 def test_tiles_are_injected_where_the_backend_looks_for_them():
     with tune.Candidate("portable", "dk", (256, 256), "64x64x8x2 T").injected():
         held = dict(on_trial())
-    assert held == {"dk": Config(64, 64, 8, 2, tma=True), "dv": Config(64, 128, 8, 2, tma=True, one_loop=True)}
+    assert held == {
+        "dk": PortableTiles(64, 64, 8, 2, tma=True),
+        "dv": PortableTiles(64, 128, 8, 2, tma=True, one_loop=True),
+    }
     assert not on_trial()
 
 

@@ -19,8 +19,8 @@ _KERNELS = Kernels()
 def on_cpu(
     machine: Options,
     num_sms: int = 2,
-    forward: forward_config.Config | None = None,
-    backward: backward_config.Config | None = None,
+    forward: forward_config.ForwardTiles | None = None,
+    backward: backward_config.BackwardTiles | None = None,
 ) -> Iterator[None]:
     """``emulated.with_kernels`` as the compiler makes them; ``machine`` says how the machine behaves."""
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flashtile.backends.gpu.decode.config import Config, Splitting
+from flashtile.backends.gpu.decode.config import DecodeTiles, Splitting
 from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.portable.rounding import launch
@@ -36,10 +36,10 @@ CASES = (
 
 
 # Small ones, so that few keys are many splits, which several programs share.
-TILES = Config(16, 32, 4, 3, programs_per_sm=2, splitting=Splitting(programs=8, fewest_keys=32, most_keys=64))
+TILES = DecodeTiles(16, 32, 4, 3, programs_per_sm=2, splitting=Splitting(programs=8, fewest_keys=32, most_keys=64))
 # Two groups of warps, whose products are WGMMA, and one.
-WIDE_TILES = Config(128, 64, 8, 3, 1, Splitting(programs=8, fewest_keys=64, most_keys=128, run=2))
-TALL_TILES = Config(64, 64, 4, 3, 2, Splitting(programs=8, fewest_keys=64, most_keys=128, run=2))
+WIDE_TILES = DecodeTiles(128, 64, 8, 3, 1, Splitting(programs=8, fewest_keys=64, most_keys=128, run=2))
+TALL_TILES = DecodeTiles(64, 64, 4, 3, 2, Splitting(programs=8, fewest_keys=64, most_keys=128, run=2))
 NEVER_SPLIT = CacheCase("never_split", ((40, 9, 0), (0, 9, 0)), heads=8, kv_heads=2, head_dim=64, page_size=16)
 WIDE = CacheCase("wide", ((384, 2, 0), (64, 2, 0)), heads=40, kv_heads=1, head_dim=64, window=(300, 0))
 
@@ -67,14 +67,14 @@ def test_rows_of_656_bytes(case: CacheCase) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("tiles", [WIDE_TILES, TALL_TILES], ids=str)
-def test_tiles_of_many_rows(tiles: Config) -> None:
+def test_tiles_of_many_rows(tiles: DecodeTiles) -> None:
     """Blocks with and without a mask, runs of splits, and a fold of states so large that programs wait to share it."""
     with portable.on_cpu(Options(seed=3), "sm_90"), trial(decode=tiles):
         judge(build(WIDE, torch.bfloat16), "portable")
 
 
 @pytest.mark.parametrize("tiles", slow_but([TILES, TALL_TILES], lambda tiles: tiles == TILES), ids=str)
-def test_calls_that_are_never_split(tiles: Config) -> None:
+def test_calls_that_are_never_split(tiles: DecodeTiles) -> None:
     """Their kernel has no workspace."""
     whole = dataclasses.replace(tiles, splitting=Splitting(programs=1, most_keys=128))
     with portable.on_cpu(Options(seed=1), "sm_90"), trial(decode=whole):
@@ -88,7 +88,7 @@ def test_scores_as_huge_as_float32_has_them() -> None:
 
 
 # Programs that run at once: some wait for the others to share a fold, and some of those give up at the last moment.
-SHARED_TILES = Config(16, 32, 4, 2, 8, Splitting(programs=16, fewest_keys=32, most_keys=32, run=2))
+SHARED_TILES = DecodeTiles(16, 32, 4, 2, 8, Splitting(programs=16, fewest_keys=32, most_keys=32, run=2))
 SHARED = CacheCase("shared", ((512, 1, 0),), heads=16, kv_heads=1, head_dim=64)
 
 
@@ -126,9 +126,9 @@ def test_programs_that_do_not_tell_what_they_have_done(fault: str) -> None:
 # Small splits, which several programs share, and of a short sequence few.
 RUNS = Splitting(programs=8, fewest_keys=64, most_keys=128, run=2)
 SPLITS = Splitting(programs=8, fewest_keys=64, most_keys=64, run=1)
-TWO = Config(128, 64, 4, 2, 4, RUNS, specialised=True)
-ONE = Config(64, 64, 4, 2, 4, SPLITS, specialised=True)
-LARGE_BLOCKS = Config(128, 128, 4, 2, 1, RUNS, specialised=True)
+TWO = DecodeTiles(128, 64, 4, 2, 4, RUNS, specialised=True)
+ONE = DecodeTiles(64, 64, 4, 2, 4, SPLITS, specialised=True)
+LARGE_BLOCKS = DecodeTiles(128, 128, 4, 2, 1, RUNS, specialised=True)
 WIDE_CASES = (
     (CacheCase("two", ((384, 2, 0), (70, 2, 0), (0, 2, 0)), heads=40, kv_heads=1, head_dim=64, sinks=True), TWO),
     (CacheCase("one", ((200, 4, 0), (3, 4, 0)), heads=16, kv_heads=2, head_dim=128, entries=True), ONE),
@@ -146,14 +146,14 @@ WIDE_CASES = (
 @pytest.mark.one_in(20)
 @pytest.mark.parametrize("dtype", slow_but((torch.bfloat16, torch.float16), lambda dtype: dtype == torch.bfloat16))
 @pytest.mark.parametrize(("case", "tiles"), WIDE_CASES, ids=str)
-def test_cases_under_the_rule(case: CacheCase, tiles: Config, dtype: torch.dtype) -> None:
+def test_cases_under_the_rule(case: CacheCase, tiles: DecodeTiles, dtype: torch.dtype) -> None:
     with hopper.on_cpu(Options(seed=len(case.name))), trial(decode=tiles):
         judge(build(case, dtype), "hopper")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiles", slow_but((TWO, ONE), (ONE,).__contains__), ids=str)
-def test_a_sequence_alone_and_among_others(tiles: Config) -> None:
+def test_a_sequence_alone_and_among_others(tiles: DecodeTiles) -> None:
     case = CacheCase("alone", ((500, 1, 0), (64, 1, 0), (0, 1, 0), (257, 1, 0)), heads=40, kv_heads=1, head_dim=64)
     with hopper.on_cpu(Options(seed=2)), trial(decode=tiles):
         judge_alone(case, torch.bfloat16, "hopper")
@@ -163,7 +163,7 @@ def test_a_sequence_alone_and_among_others(tiles: Config) -> None:
 def test_the_number_of_programs_changes_no_bit() -> None:
     case, results = CacheCase("programs", ((500, 1, 0), (130, 1, 0)), heads=40, kv_heads=1, head_dim=64), []
     for count in (1, 3, 8):
-        with hopper.on_cpu(Options(seed=count)), trial(decode=Config(64, 64, 4, 3, count, RUNS, specialised=True)):
+        with hopper.on_cpu(Options(seed=count)), trial(decode=DecodeTiles(64, 64, 4, 3, count, RUNS, specialised=True)):
             results.append([x.clone() for x in build(case, torch.bfloat16).run("hopper")])
     for found in results[1:]:
         assert all(map(torch.equal, found, results[0]))

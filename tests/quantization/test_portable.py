@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from flashtile.backends.gpu.launch import Launch, lower, specialise
 from flashtile.backends.portable import BACKEND
-from flashtile.backends.portable.config import SHARED_BYTES, Config
+from flashtile.backends.portable.config import SHARED_BYTES, PortableTiles
 from flashtile.backends.portable.quantized.config import choose
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.prepared import without_data
@@ -95,5 +95,5 @@ def test_a_tile_longer_than_a_block_is_no_config() -> None:
     from flashtile.backends.gpu.trial import trial
 
     call = build(next(case for case in CASES if case.name == "blocks"))
-    with trial(quantized=Config(64, 256, 4, 1)), pytest.raises(ValueError, match="at most 128"):
+    with trial(quantized=PortableTiles(64, 256, 4, 1)), pytest.raises(ValueError, match="at most 128"):
         choose(call.problem)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashtile.backends.gpu.decode import merge
-from flashtile.backends.gpu.decode.config import Config, Splitting
+from flashtile.backends.gpu.decode.config import DecodeTiles, Splitting
 from flashtile.backends.gpu.trial import trial
 from flashtile.core import states
 from tests.fuzz import mixed
@@ -37,7 +37,7 @@ def test_case_in_float32(case: CacheCase) -> None:
 def test_trees_in_tiles_of_many_rows(case: CacheCase, block_m: int) -> None:
     """Where masks are applied in a branch; of splits that cut trees."""
     splitting = Splitting(programs=40, fewest_keys=16, most_keys=32, most_splits=12, run=3)
-    with trial(decode=Config(block_m, 16, 4, 1, 3, splitting)):
+    with trial(decode=DecodeTiles(block_m, 16, 4, 1, 3, splitting)):
         judge(build(case, torch.float16), "portable")
 
 
@@ -45,7 +45,9 @@ def test_trees_in_tiles_of_many_rows(case: CacheCase, block_m: int) -> None:
 @pytest.mark.parametrize("block_m", [16, 64])
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_gives_the_bits_of_a_causal_call(name: str, block_m: int) -> None:
-    with trial(decode=Config(block_m, 16, 4, 1, 2, Splitting(programs=8, fewest_keys=16, most_keys=64, most_splits=8))):
+    with trial(
+        decode=DecodeTiles(block_m, 16, 4, 1, 2, Splitting(programs=8, fewest_keys=16, most_keys=64, most_splits=8))
+    ):
         assert_chains_are_causal(name, torch.float16, "portable")
 
 
@@ -77,7 +79,7 @@ def test_the_number_of_programs_changes_no_bit(case: CacheCase) -> None:
     results = []
     for count in (1, 2, 7, 40):
         call = build(case, torch.float16)
-        with trial(decode=Config(16, 16, 4, 1, count, splitting)):
+        with trial(decode=DecodeTiles(16, 16, 4, 1, count, splitting)):
             judge(call, "portable")
             results.append([x.clone() for x in build(case, torch.float16).run("portable")])
     for found in results[1:]:
@@ -104,7 +106,7 @@ def test_splits_that_registers_fold_are_folded_in_runs() -> None:
     case = CacheCase("long", ((5200, 1, 0), (40, 1, 0), (5100, 1, 0)), heads=2, kv_heads=1, head_dim=16)
     splitting, results = Splitting(programs=8, fewest_keys=512, most_keys=512, most_splits=12, run=3), []
     for count in (1, 7):
-        with trial(decode=Config(16, 256, 4, 1, count, splitting)):
+        with trial(decode=DecodeTiles(16, 256, 4, 1, count, splitting)):
             results.append([x.clone() for x in build(case, torch.float32).run("portable")])
     assert all(map(torch.equal, *results))
 
@@ -126,7 +128,7 @@ def test_scores_as_huge_as_float32_has_them(value: float, sinks: bool) -> None:
 def test_such_scores_in_tiles_of_many_rows(programs: int) -> None:
     """Where the scale is applied before the mask; one program folds states in registers."""
     splitting = Splitting(programs=8, fewest_keys=16, most_keys=32, most_splits=8, run=2)
-    with trial(decode=Config(64, 16, 4, 1, programs, splitting)):
+    with trial(decode=DecodeTiles(64, 16, 4, 1, programs, splitting)):
         assert huge_error(HUGE[2], "portable", page_size=8) < 1e-5
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtile.backends.gpu.decode.config import Config, Splitting
+from flashtile.backends.gpu.decode.config import DecodeTiles, Splitting
 from flashtile.backends.gpu.decode.launch import Bounds
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import described
@@ -42,7 +42,7 @@ def test_cut_covers_the_keys_and_keeps_its_bound(rule: Splitting) -> None:
 def test_packed_calls_stay_within_their_bounds(
     sequences: list[tuple[int, int]], group: int, rule: Splitting, spare: int
 ) -> None:
-    capacity, heads, config = 300, 2, Config(16, 16, 4, 1, splitting=rule)
+    capacity, heads, config = 300, 2, DecodeTiles(16, 16, 4, 1, splitting=rule)
     total = sum(rows for _, rows in sequences) + spare
     problem = described(
         batch=len(sequences), num_heads_q=heads * group, num_heads_kv=heads, head_dim=16, head_dim_v=16,

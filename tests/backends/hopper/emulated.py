@@ -37,7 +37,9 @@ def in_order(probs: Any) -> Any:
 
 
 WORD = 2**32 - 1
-BACKWARD_TILES = {n: each for n, each in vars(backward_config).items() if isinstance(each, backward_config.Config)}
+BACKWARD_TILES = {
+    n: each for n, each in vars(backward_config).items() if isinstance(each, backward_config.BackwardTiles)
+}
 
 
 def cipher_of(call: Any, b: Any, h: Any) -> Any:
@@ -114,8 +116,8 @@ def forget_plans() -> None:
 def with_kernels(
     run: Run,
     num_sms: int,
-    forward: forward_config.Config | None = None,
-    backward: backward_config.Config | None = None,
+    forward: forward_config.ForwardTiles | None = None,
+    backward: backward_config.BackwardTiles | None = None,
 ) -> Iterator[None]:
     """Within, ``backend="hopper"`` takes CPU tensors, as if of a device with ``num_sms`` multiprocessors.
 
@@ -148,8 +150,8 @@ def with_kernels(
 def on_cpu(
     seed: int = 0,
     num_sms: int = 3,
-    forward: forward_config.Config | None = None,
-    backward: backward_config.Config | None = None,
+    forward: forward_config.ForwardTiles | None = None,
+    backward: backward_config.BackwardTiles | None = None,
     ordered_sums: bool = False,
 ) -> Iterator[None]:
     """``with_kernels`` of the emulator; ``seed`` draws the order of events, ``ordered_sums`` as for ``launch``."""

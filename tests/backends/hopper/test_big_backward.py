@@ -166,4 +166,4 @@ def test_every_width_fits() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="more shared memory"):
-        config.Config(block_d=640, block_dv=640)
+        config.BigBackwardTiles(block_d=640, block_dv=640)

@@ -54,7 +54,7 @@ GROUPS = (
 )  # fmt: skip
 
 
-def _variants(case: Case) -> list[tiles.Config]:
+def _variants(case: Case) -> list[tiles.ForwardTiles]:
     widths = tiles.widths(case.head_dim, case.head_dim_v or case.head_dim)
     table = {tiles.TWO_WARPGROUPS[widths]} | ({tiles.THREE_WARPGROUPS_64} if widths == (64, 64) else set())
     table |= {tiles.HELD_96} if widths == (96, 128) else set()

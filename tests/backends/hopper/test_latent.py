@@ -116,5 +116,5 @@ def test_other_calls_stay_with_the_triton_kernel() -> None:
     padded = dataclasses.replace(call.tensors, cache_leftpad=call.tensors.cache_seqlens)
     assert BACKEND.kernel("decode", problem, padded).name == "decode"
     assert "a scorer and two summers" in BACKEND.describe(problem, "decode")
-    with trial(decode=portable.Config(64, 64, 4, 3)):
+    with trial(decode=portable.DecodeTiles(64, 64, 4, 3)):
         assert BACKEND.kernel("decode", problem, call.tensors).name == "decode"

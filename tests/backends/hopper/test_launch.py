@@ -70,7 +70,7 @@ def test_configurations_of_a_head_dim_share_what_the_bits_depend_on() -> None:
     assert all((c.block_d, c.block_dv) == dims for dims, c in tiles.TWO_WARPGROUPS.items())
 
 
-def _meets_edges(config: tiles.Config, seqlen_q: int, seqlen_k: int, band: Band) -> bool:
+def _meets_edges(config: tiles.ForwardTiles, seqlen_q: int, seqlen_k: int, band: Band) -> bool:
     """Whether a warpgroup keeps some pairs of a block but not all, after its first block from above."""
     rows = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
     keys = torch.arange(-(-seqlen_k // config.block_n) * config.block_n)[None]

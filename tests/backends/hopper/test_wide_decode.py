@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashtile.backends.gpu import table
 from flashtile.backends.gpu.decode import launch
-from flashtile.backends.gpu.decode.config import Config, Splitting
+from flashtile.backends.gpu.decode.config import DecodeTiles, Splitting
 from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper import BACKEND
 from flashtile.backends.hopper.decode import launch as hopper_decode
@@ -166,5 +166,5 @@ def test_other_calls_stay_with_the_triton_kernel() -> None:
         assert kernel(problem.but(**changes)) in ("decode", "prompts"), changes
     padded = dataclasses.replace(tensors, cache_leftpad=tensors.cache_seqlens)
     assert kernel(problem, padded) == "decode"
-    with trial(decode=Config(64, 64, 4, 3)):
+    with trial(decode=DecodeTiles(64, 64, 4, 3)):
         assert kernel(problem) == "decode"

@@ -14,7 +14,7 @@ from flashtile.backends.gpu.trial import trial
 from flashtile.backends.portable.backward import config as backward
 from flashtile.backends.portable.backward import launch as backward_launch
 from flashtile.backends.portable.backward.launch import gqa_splits, launches
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import PortableTiles
 from flashtile.backends.portable.forward.launch import forward_launch
 from flashtile.call.arguments import Grads
 from flashtile.call.problem import Tensors
@@ -118,7 +118,7 @@ def test_pairs_are_read_in_units_of_which_keys_and_strides_are_multiples(pitch: 
         wide = torch.cat([x.detach()[0], behind[: x.shape[1]].to(x.dtype)], 2)[..., :seqlen_k]
         setattr(call.tensors, name, wide)
     problem, tensors = call.problem, call.tensors
-    terms = forward_launch(problem, tensors, Config(16, 16, 4, 1)).arguments["call"].mods
+    terms = forward_launch(problem, tensors, PortableTiles(16, 16, 4, 1)).arguments["call"].mods
     assert terms.scores[-1].operands.UNIT == terms.masks[0].operands.UNIT == unit
     out, lse = plans.forward(problem, tensors)
     assert_forward_right(call, out, in_one(lse, out))
@@ -126,7 +126,7 @@ def test_pairs_are_read_in_units_of_which_keys_and_strides_are_multiples(pitch: 
     assert all(x is not None and x.isfinite().all() for x in (grads.dq, grads.dk, grads.dv, grads.dbias))
 
 
-WIDE, TALL = Config(32, 16, 4, 1), Config(16, 32, 4, 1)
+WIDE, TALL = PortableTiles(32, 16, 4, 1), PortableTiles(16, 32, 4, 1)
 UNEVEN = {"forward": WIDE, "dkdv": TALL, "dq": WIDE}
 DESCRIPTORS = {name: dataclasses.replace(config, tma=True) for name, config in UNEVEN.items()}
 ONE_LOOP = {name: dataclasses.replace(config, one_loop=True) for name, config in DESCRIPTORS.items()}
@@ -188,7 +188,7 @@ def test_programs_share_the_heads_of_a_group(
 def test_strides_are_taken_for_multiples_of_16_bytes_only_where_they_are(columns: int) -> None:
     q, k, v = (torch.randn(1, 20, 2, columns)[..., :24] for _ in range(3))
     problem = banded_problem(Tensors(q, k, v), Band())
-    call = forward_launch(problem, Tensors(q, k, v), Config(16, 16, 4, 1)).arguments["call"]
+    call = forward_launch(problem, Tensors(q, k, v), PortableTiles(16, 16, 4, 1)).arguments["call"]
     assert call.q.UNIT == call.k.UNIT == call.v.UNIT == (4 if columns == 24 else 1)
     out = plans.forward(problem, Tensors(q, k, v))[0]
     same = Tensors(q.contiguous(), k.contiguous(), v.contiguous())
@@ -242,7 +242,7 @@ def test_one_loop_is_bitwise_the_same(name: str) -> None:
     case = next(c for c in CASES if c.name == name)
     runs = []
     for loops in ({}, {"one_loop": True}, {"one_loop": True, "mask_all": True}):
-        config = Config(16, 16, 4, 1, **loops)
+        config = PortableTiles(16, 16, 4, 1, **loops)
         with trial(forward=config, dkdv=config, dq=config), poisoned_memory():
             call = build(case, torch.float16)
             out, lse = call.run("portable")
@@ -300,7 +300,7 @@ def test_queries_and_keys_have_layouts_of_their_own(packed: str) -> None:
 def test_only_what_is_asked_for_is_computed(asked: tuple[bool, ...], apart: bool) -> None:
     call = build(Case("asked", causal=True), torch.float32)
     tensors = Tensors(*(call.leaves[name].detach() for name in ("q", "k", "v")))
-    config = Config(16, 16, 4, 1)
+    config = PortableTiles(16, 16, 4, 1)
     with trial(**dict.fromkeys(("dk", "dv") if apart else ("dkdv",), config)):
         out, lse = plans.forward(call.problem, tensors)
         whole = plans.backward(call.problem, tensors, out, lse, out)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.trial import trial
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import PortableTiles
 from flashtile.call.problem import Tensors
 from flashtile.core.masks import Band
 from tests.backends.portable import plans
@@ -58,9 +58,9 @@ def _run(setting: Setting, tensors: Tensors, dout: Tensor) -> dict[str, Tensor]:
         tensors, setting.band, softcap=setting.softcap, dropout_p=setting.dropout, needs_grad=True,
         bias_grad=setting.bias, deterministic=setting.deterministic,
     )  # fmt: skip
-    wide = Config(16, 16, 4, 1, tma=setting.tma, one_loop=setting.one_loop)
+    wide = PortableTiles(16, 16, 4, 1, tma=setting.tma, one_loop=setting.one_loop)
     configs = dict.fromkeys(("forward", "dq", *(("dk", "dv") if setting.apart else ("dkdv",))), wide)
-    with trial(**configs, dbias=Config(16, 16, 4, 1)), poisoned_memory():
+    with trial(**configs, dbias=PortableTiles(16, 16, 4, 1)), poisoned_memory():
         out, lse = plans.forward(problem, tensors)
         grads = plans.backward(problem, tensors, out, lse, dout)
     found = {"out": out, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}

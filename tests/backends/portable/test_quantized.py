@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashtile.backends.gpu.trial import trial
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import PortableTiles
 from flashtile.backends.portable.rounding import launch
 from flashtile.call.quantized_call import FLOAT8
 from flashtile.ops import dispatch
@@ -20,7 +20,12 @@ from tests.quantization.quantizer import Case, check, inputs
 from tests.slow import slow_but
 
 # Tiles of several sizes, none longer than a block of keys that shares a scale; small ones cost the interpreter more.
-TILES = (Config(64, 64, 4, 1), Config(16, 128, 4, 1), Config(32, 16, 4, 1), Config(128, 32, 4, 1, one_loop=True))
+TILES = (
+    PortableTiles(64, 64, 4, 1),
+    PortableTiles(16, 128, 4, 1),
+    PortableTiles(32, 16, 4, 1),
+    PortableTiles(128, 32, 4, 1, one_loop=True),
+)
 _QUICK = ("full", "blocks_causal", "window", "softcap", "sinks_shifted", "mixed_scales", "packed_spare", "everything")
 
 
@@ -41,7 +46,7 @@ def test_case(case: QuantizedCase) -> None:
     ),
     ids=str,
 )
-def test_tiles(tiles: Config, case: QuantizedCase) -> None:
+def test_tiles(tiles: PortableTiles, case: QuantizedCase) -> None:
     with trial(quantized=tiles):
         judge(build(case), "portable")
 
@@ -92,7 +97,7 @@ def test_probabilities_are_rounded_to_nearest() -> None:
 def test_results_are_those_of_the_emulation(name: str) -> None:
     """Bit for bit the same roundings of probabilities, but for those that float32 puts on the other side of a tie."""
     call = build(dataclasses.replace(next(case for case in CASES if case.name == name), half=True))
-    with trial(quantized=Config(32, 64, 4, 1)):
+    with trial(quantized=PortableTiles(32, 64, 4, 1)):
         out, lse = call.run("portable")
     want, want_lse = emulated(call, 64)
     off = (out.double() - want).norm() / want.norm()

@@ -12,7 +12,7 @@ from flashtile.backends import portable
 from flashtile.backends.gpu import table
 from flashtile.backends.gpu.decode import split_forward
 from flashtile.backends.gpu.trial import trial
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import PortableTiles
 from flashtile.call.problem import described
 from flashtile.core.masks import Band
 from flashtile.core.states import Partial
@@ -50,7 +50,7 @@ def test_gradients_of_pieces_add_up_in_float32(case: Case, cuts: tuple[int, ...]
 
 def test_sums_of_kernels_apart_and_by_descriptors() -> None:
     case = Case("apart", batch=1, seqlen_q=50, seqlen_k=70, kv_heads=1, head_dim=24, causal=True, lse_grad=True)
-    tall = Config(16, 32, 4, 1, tma=True, one_loop=True)
+    tall = PortableTiles(16, 32, 4, 1, tma=True, one_loop=True)
     with trial(dk=tall, dv=dataclasses.replace(tall, tma=False), dq=tall), poisoned_memory():
         judge_sums(portable.BACKEND, case, (33,), torch.float16)
 

@@ -15,7 +15,7 @@ from flashtile.backends.gpu.trial import on_trial, trial
 from flashtile.backends.portable import BACKEND, tuned
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.backward import config as backward
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import PortableTiles
 from flashtile.backends.portable.forward import config as forward
 from flashtile.backends.portable.quantized import config as quantized
 from flashtile.call.arguments import FLOAT8
@@ -29,7 +29,7 @@ from tests.mods.calls import with_functions
 ARCHS = [*tiles.SHARED_BYTES]
 
 
-def _choose(problem: Problem, kernel: str, arch: str | None = None) -> Config:
+def _choose(problem: Problem, kernel: str, arch: str | None = None) -> PortableTiles:
     return forward.choose(problem, arch) if kernel == "forward" else backward.choose(problem, kernel, arch)
 
 
@@ -66,7 +66,7 @@ def test_every_row_is_legal_and_taken() -> None:
     text = json.loads((Path(tiles.__file__).parent / "tiles.json").read_bytes())
     assert len(rows) == len(text["tiles"]) > 150, "two rows are for the same calls"
     for row in rows:
-        config = Config.parse(row.tiles)
+        config = PortableTiles.parse(row.tiles)
         assert config.name == row.tiles and max(config.block_m, config.block_n) <= tuned.MAX_TILE, row
         assert row.kernel in trials.KERNELS and int(row.head_dims) <= 512, row
     masks = [
@@ -101,8 +101,6 @@ def test_every_kind_of_8_bit_call_has_tiles(causal: bool, seqlen: int, group: in
     sizes = {"num_heads_kv": 2, "num_heads_q": 2 * group}
     lengths = {"seqlen_q": seqlen, "seqlen_k": seqlen}
     problem = _problem(64, dtype=FLOAT8, band=Band(None, 0 if causal else None), **sizes, **lengths)
-        64, dtype=FLOAT8, band=Band(None, 0 if causal else None), **sizes, seqlen_q=seqlen, seqlen_k=seqlen
-    )
     for head_dim in (16, 64, 96, 160, 192, 256):
         assert quantized.choose(problem.but(head_dim=head_dim, head_dim_v=head_dim), "sm_90").block_n <= 128
 
@@ -112,7 +110,7 @@ def test_dk_and_dv_stand_apart_where_tiles_of_dv_do() -> None:
     assert backward.key_kernels(_problem(128), "sm_90") == ("dkdv",)
     assert backward.key_kernels(_problem(256), "sm_80") == ("dkdv",)
     assert backward.key_kernels(_problem(256, dtype=torch.float32), "sm_90") == ("dkdv",)
-    one = Config(16, 16, 4, 1)
+    one = PortableTiles(16, 16, 4, 1)
     with trial(dk=one, dv=one):
         assert backward.key_kernels(_problem(128), "sm_90") == ("dk", "dv")
     with trial(dkdv=one):
@@ -174,28 +172,28 @@ def test_the_length_counts_where_all_sequences_have_it(kernel: str) -> None:
 @pytest.mark.parametrize("sizes", [(8, 16), (48, 64), (512, 64), (64, 512)])
 def test_illegal_tiles_are_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="block_"):
-        Config(*sizes, 4, 1)
+        PortableTiles(*sizes, 4, 1)
 
 
 def test_masking_all_blocks_takes_one_loop() -> None:
     with pytest.raises(ValueError, match="one_loop"):
-        Config(64, 64, 4, 2, mask_all=True)
+        PortableTiles(64, 64, 4, 2, mask_all=True)
 
 
 def test_a_trial_lasts_as_long_as_it_should() -> None:
     problem = _problem(64)
     before = _choose(problem, "dq", "sm_80")
-    with trial(dq=Config(16, 16, 1, 1)):
-        with trial(dq=Config(32, 32, 1, 1), forward=Config(64, 16, 1, 1)):
-            assert _choose(problem, "dq", "sm_80") == Config(32, 32, 1, 1)
-            assert _choose(problem, "forward", "sm_80") == Config(64, 16, 1, 1)
-        assert on_trial() == (("dq", Config(16, 16, 1, 1)),)
-        assert _choose(problem, "dq", "sm_80") == Config(16, 16, 1, 1)
+    with trial(dq=PortableTiles(16, 16, 1, 1)):
+        with trial(dq=PortableTiles(32, 32, 1, 1), forward=PortableTiles(64, 16, 1, 1)):
+            assert _choose(problem, "dq", "sm_80") == PortableTiles(32, 32, 1, 1)
+            assert _choose(problem, "forward", "sm_80") == PortableTiles(64, 16, 1, 1)
+        assert on_trial() == (("dq", PortableTiles(16, 16, 1, 1)),)
+        assert _choose(problem, "dq", "sm_80") == PortableTiles(16, 16, 1, 1)
     assert _choose(problem, "dq", "sm_80") == before
 
 
 def test_a_trial_of_no_kernel_is_refused() -> None:
-    with pytest.raises(ValueError, match="no kernel is called qd"), trial(dq=Config(16, 16, 1, 1), qd=None):
+    with pytest.raises(ValueError, match="no kernel is called qd"), trial(dq=PortableTiles(16, 16, 1, 1), qd=None):
         pass
     assert not on_trial()
 

@@ -17,7 +17,7 @@ from flashtile.backends.gpu.trial import on_trial, trial
 from flashtile.backends.portable import BACKEND, tuned
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable.backward import config as backward
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import PortableTiles
 from flashtile.backends.portable.forward import config as forward
 from flashtile.call.backend import Build
 from flashtile.call.problem import Problem, Tensors, described
@@ -27,7 +27,7 @@ from flashtile.ops import dispatch
 from flashtile_lab.kernels import portable as builds
 from flashtile_lab.kernels import report as all_builds
 
-CAUSAL, NEW = Band(None, 0), Config(32, 128, 8, 2, tma=True)
+CAUSAL, NEW = Band(None, 0), PortableTiles(32, 128, 8, 2, tma=True)
 CAPABILITIES = {"sm_80": (8, 0), "sm_86": (8, 6), "sm_89": (8, 9), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}
 
 
@@ -46,11 +46,11 @@ def _problem(arch: str = "sm_90", **values: object) -> Problem:
     return described(**usual | sizes | values)
 
 
-def _choose(problem: Problem, kernel: str = "forward", arch: str | None = None) -> Config:
+def _choose(problem: Problem, kernel: str = "forward", arch: str | None = None) -> PortableTiles:
     return forward.choose(problem, arch) if kernel == "forward" else backward.choose(problem, kernel, arch)
 
 
-def _entry(problem: Problem, kernel: str = "forward", new: Config = NEW) -> tiles.Entry:
+def _entry(problem: Problem, kernel: str = "forward", new: PortableTiles = NEW) -> tiles.Entry:
     key = tuned.key_of(problem, kernel, _choose(problem, kernel, tiles.arch_of(problem)))
     return tiles.Entry(*key, new.name, 1.25, *tuned.versions())
 
@@ -81,7 +81,7 @@ def test_only_the_calls_of_an_entry_take_its_tiles(kernel: str, place: Path) -> 
     for each in {"forward", "dkdv", "dq"} - {kernel}:
         assert _choose(problem, each) == _choose(problem, each, "sm_90")
     assert _choose(problem, kernel, "sm_90") == before
-    for override in (Config(16, 16, 4, 1), before):
+    for override in (PortableTiles(16, 16, 4, 1), before):
         with trial(**{kernel: override}):
             assert _choose(problem, kernel) == override
 
@@ -99,7 +99,7 @@ def test_features_have_no_tuned_tiles_even_where_the_tables_have_no_rows_for_the
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_calls_that_share_tiles_share_tuned_ones(arch: str, head_dim: int, place: Path) -> None:
     """Packed or dense, of whatever length: the forward's bits are the same where they were."""
-    new = Config(128, 32, 4, 1)
+    new = PortableTiles(128, 32, 4, 1)
     for band in (Band(), CAUSAL, Band(100, 0)):
         made = _problem(arch, head_dim=head_dim, head_dim_v=head_dim, band=band)
         tuned.write(place, [_entry(made, new=new)])
@@ -256,7 +256,7 @@ def test_it_is_read_once_and_not_at_all_where_off(place: Path, monkeypatch: pyte
 def test_a_build_that_fails_with_tuned_tiles_is_made_without(place: Path) -> None:
     tuned.write(place, [_entry(_problem())])
 
-    def make() -> Config:
+    def make() -> PortableTiles:
         chosen = _choose(_problem())
         if chosen == NEW:
             raise RuntimeError("out of resource")
@@ -266,12 +266,12 @@ def test_a_build_that_fails_with_tuned_tiles_is_made_without(place: Path) -> Non
         assert tuned.or_tables(make) == _choose(_problem(), arch="sm_90")
     assert _choose(_problem()) != NEW
     with pytest.raises(ZeroDivisionError):
-        tuned.or_tables(lambda: Config(1 // 0, 16, 4, 1))
+        tuned.or_tables(lambda: PortableTiles(1 // 0, 16, 4, 1))
 
 
 @pytest.mark.parametrize("name", ["64x128x4x2", "64x128x8x3 TA 168", "16x32x4x1 O", "128x64x8x3 T", "64x64x4x3 168"])
 def test_a_name_says_everything_about_tiles(name: str) -> None:
-    assert Config.parse(name).name == name
+    assert PortableTiles.parse(name).name == name
 
 
 def _tasks(arch: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> list[tuning.Task]:
@@ -293,7 +293,7 @@ def test_candidates_are_many_and_legal(arch: str, head_dim: int, monkeypatch: py
         assert len(made) == len(set(made)) > 5
         assert len({(each.block_m, each.block_n) for each in made}) > 2
         for each in made:
-            assert each.name == Config.parse(each.name).name
+            assert each.name == PortableTiles.parse(each.name).name
             assert max(each.block_m, each.block_n) <= 128
             assert not each.tma or row in ("sm_90", "sm_100")
             moving = each.block_n if task.kernel in ("forward", "dq") else each.block_m
@@ -332,7 +332,7 @@ def test_a_saved_result_replaces_its_own_kind_alone(place: Path, monkeypatch: py
     task = _tasks("sm_90", 128, monkeypatch)[0]
     other, older = _entry(_problem(), "dq"), _entry(_problem())._replace(triton="2.0.0")
     tuned.write(place, [_entry(_problem()), other, older])
-    new = Config(64, 32, 4, 2)
+    new = PortableTiles(64, 32, 4, 2)
     tuning.save(tuning.Result(task, new, 1.5))
     assert tuned.read(place) == [other, older, _entry(_problem(), new=new)._replace(gain=1.5)]
     tuning.save(tuning.Result(task, task.table))
@@ -342,8 +342,8 @@ def test_a_saved_result_replaces_its_own_kind_alone(place: Path, monkeypatch: py
 
 def test_candidates_are_built_with_their_own_tiles_and_failures_said(monkeypatch: pytest.MonkeyPatch) -> None:
     task = _tasks("sm_90", 128, monkeypatch)[2]
-    asked: list[tuple[Problem, str, Config]] = []
-    made: list[Config] = []
+    asked: list[tuple[Problem, str, PortableTiles]] = []
+    made: list[PortableTiles] = []
 
     def build(problem: Problem, tensors: Tensors, direction: str) -> list[Build]:
         (held,) = on_trial()
@@ -358,7 +358,7 @@ def test_candidates_are_built_with_their_own_tiles_and_failures_said(monkeypatch
         return [Build("dq", make)]
 
     monkeypatch.setattr(tuning, "BACKEND", SimpleNamespace(builds=build))
-    new = [Config(64, 64, 4, 5), Config(64, 64, 4, 2)]
+    new = [PortableTiles(64, 64, 4, 5), PortableTiles(64, 64, 4, 2)]
     found = dict(tuning._built(task, new))
     assert found == {new[0]: "RuntimeError: out of resource: shared memory", new[1]: ""}
     wanted = [(problem, "backward", each) for each in new for problem in (*task.problems, task.odd)]

@@ -16,19 +16,19 @@ import flashtile
 from flashtile import tuning
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable import tuned
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import PortableTiles
 from flashtile.backends.portable.forward import launch
 from flashtile.cli import main
 from flashtile.ops import plans
 
-TABLE, FAST, TWICE = Config(16, 16, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 8, 2)
+TABLE, FAST, TWICE = PortableTiles(16, 16, 4, 1), PortableTiles(32, 16, 4, 1), PortableTiles(16, 16, 8, 2)
 SHAPE = ["tune", "--shape", "1,9,2,1,16", "--dtype", "float32", "--causal"]
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four candidates, since the interpreter takes its time; from the second round on one more."""
-    first = [FAST, Config(16, 16, 4, 2), Config(16, 32, 4, 1), Config(16, 16, 8, 1)]
+    first = [FAST, PortableTiles(16, 16, 4, 2), PortableTiles(16, 32, 4, 1), PortableTiles(16, 16, 8, 1)]
     monkeypatch.setattr(tuning, "_neighbours", lambda best, masked: first + [TWICE] * (best != TABLE))
 
 
@@ -42,9 +42,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     tuned.known.cache_clear()
 
 
-def _times(monkeypatch: pytest.MonkeyPatch, time_ms: Callable[[str, Config], float]) -> list[tuple[str, Config]]:
+def _times(
+    monkeypatch: pytest.MonkeyPatch, time_ms: Callable[[str, PortableTiles], float]
+) -> list[tuple[str, PortableTiles]]:
     """Makes times up from a kernel and its tiles; returns what is timed."""
-    timed: list[tuple[str, Config]] = []
+    timed: list[tuple[str, PortableTiles]] = []
 
     def made_up(call: tuning.Run, reps: int, device_type: str) -> float:
         (found,) = on_trial()
@@ -55,9 +57,9 @@ def _times(monkeypatch: pytest.MonkeyPatch, time_ms: Callable[[str, Config], flo
     return timed
 
 
-def _launched(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+def _launched(monkeypatch: pytest.MonkeyPatch) -> list[PortableTiles]:
     """The tiles of every forward that is launched."""
-    seen: list[Config] = []
+    seen: list[PortableTiles] = []
     honest = launch.forward_launch
     monkeypatch.setattr(launch, "forward_launch", lambda p, t, c, **k: seen.append(c) or honest(p, t, c, **k))
     return seen
@@ -106,7 +108,7 @@ def test_the_winner_is_saved_and_the_next_call_runs_with_it(
 @pytest.mark.long
 @pytest.mark.usefixtures("few")
 def test_each_kernel_of_the_backward_has_its_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    best = {"dkdv": Config(16, 16, 4, 2), "dq": Config(16, 32, 4, 1)}
+    best = {"dkdv": PortableTiles(16, 16, 4, 2), "dq": PortableTiles(16, 32, 4, 1)}
     timed = _times(monkeypatch, lambda kernel, config: 0.9 if config == best[kernel] else 1.0)
     assert main([*SHAPE, "--backward", "--seconds", "60"]) == 0
     assert {entry.kernel: entry.tiles for entry in tuned.read(place)} == {k: c.name for k, c in best.items()}
@@ -184,7 +186,7 @@ def test_ctrl_c_keeps_what_is_known(
     honest = tuning._built
     begun: list[str] = []
 
-    def interrupted(task: tuning.Task, new: list[Config]) -> Iterator[tuple[Config, str]]:
+    def interrupted(task: tuning.Task, new: list[PortableTiles]) -> Iterator[tuple[PortableTiles, str]]:
         begun.append(task.kernel)
         if begun.count("dq") == 2:
             raise KeyboardInterrupt
@@ -194,7 +196,7 @@ def test_ctrl_c_keeps_what_is_known(
     _times(monkeypatch, lambda kernel, config: 0.5 if config.num_stages == 2 and config.block_m == 16 else 1.0)
     assert main([*SHAPE, "--backward", "--seconds", "60"]) == 130
     assert [entry.kernel for entry in tuned.read(place)] == ["dkdv", "dq"]
-    assert {Config.parse(entry.tiles).num_stages for entry in tuned.read(place)} == {2}
+    assert {PortableTiles.parse(entry.tiles).num_stages for entry in tuned.read(place)} == {2}
     assert "dq float32 16/16 causal" in capsys.readouterr().out
 
 

@@ -14,7 +14,7 @@ _all: tuple[tuple[str, Any], ...] = ()
 
 @contextlib.contextmanager
 def trial(**configs: Any) -> Iterator[None]:
-    """Runs the named ``KERNELS`` with the given tiles, each a ``Config`` of the kernel's own ``config`` module."""
+    """Runs the named ``KERNELS`` with the given tiles, each of the class in the kernel's own ``config`` module."""
     global _held, _all
     if not configs.keys() <= KERNELS:
         raise ValueError(f"no kernel is called {', '.join(sorted(configs.keys() - KERNELS))}")

@@ -111,7 +111,7 @@ def score_map(tensor: Tensor | None, rows: int, cols: int) -> TensorMap | None:
 
 
 def score_bytes(tensors: Tensors) -> tuple[int, int]:
-    """What TMA can read of the bias and the mask, as in ``forward.config.Config``."""
+    """What TMA can read of the bias and the mask, as in ``ForwardTiles``."""
     if tensors.attn_bias is None and tensors.attn_mask is None:
         return 0, 0
     maps = [score_map(tensor, 64, 64) for tensor in (tensors.attn_bias, tensors.attn_mask)]

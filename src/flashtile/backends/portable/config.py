@@ -24,7 +24,7 @@ SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024, "s
 
 
 @dataclass(frozen=True)
-class Config:
+class PortableTiles:
     """Tiles of one kernel.
 
     Attributes:
@@ -66,7 +66,7 @@ class Config:
             raise ValueError(f"maxnreg is {self.maxnreg}, must be from 24 to 255")
 
     @classmethod
-    def parse(cls, name: str, source: str = "") -> Config:
+    def parse(cls, name: str, source: str = "") -> PortableTiles:
         """Tiles from their ``name``.
 
         Raises:
@@ -110,7 +110,7 @@ _NOT_MEASURED_HERE = {"table": "", "gain": 1.0, "flashtile": "", "triton": ""}
 
 
 class Entry(NamedTuple):
-    """A row of a file: for which calls, ``Config.name`` of their tiles, how many times as fast, who measured.
+    """A row of a file: for which calls, ``PortableTiles.name`` of their tiles, how many times as fast, who measured.
 
     In a user's file ``gpu`` and ``dtype`` are full names, ``head_dims`` those of keys and values, ``mask`` is full,
     causal or window, and ``table`` the name of the tables' tiles without descriptors. In ``tiles.json`` they are an
@@ -134,7 +134,7 @@ class Entry(NamedTuple):
         return self[:6]
 
 
-def for_repair(config: Config) -> Config:
+def for_repair(config: PortableTiles) -> PortableTiles:
     """Tiles of a kernel that ``repair`` launches: nearly all of its programs end at once, so many run side by side."""
     return dataclasses.replace(config, num_stages=1, tma=False, one_loop=True, maxnreg=None, source="")
 
@@ -184,7 +184,7 @@ def arch_of(problem: Problem) -> str:
     return {8: "sm_80", 9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
 
 
-def readable(problem: Problem, config: Config) -> Config:
+def readable(problem: Problem, config: PortableTiles) -> PortableTiles:
     """The tiles without descriptors where these cannot read a problem's tensors."""
     return config if has_descriptors(problem) or not config.tma else dataclasses.replace(config, tma=False)
 
@@ -235,16 +235,16 @@ def is_featured(problem: Problem) -> bool:
     return transformed or problem.mask or problem.dropout_p > 0
 
 
-def from_rows(problem: Problem, kernel: str, arch: str | None = None) -> Config | None:
+def from_rows(problem: Problem, kernel: str, arch: str | None = None) -> PortableTiles | None:
     """The tables' tiles of a kernel; None where they have no row, as of dkdv for calls that run dk and dv instead."""
     arch = arch or arch_of(problem)
     if arch == "interpreter":
-        return Config(16, 16, 4, 1)
+        return PortableTiles(16, 16, 4, 1)
     row, columns = row_of(problem, kernel, arch), columns_of(problem)
     if row is None and problem.dtype == torch.float32:
         # By compiler reports: what these tiles take of registers and of shared memory every GPU has.
         size = 32 if columns <= 128 else 16
-        return Config(size, size, 4, 2 if columns <= 64 and arch != "gfx942" else 1)
+        return PortableTiles(size, size, 4, 2 if columns <= 64 and arch != "gfx942" else 1)
     if row is None:
         return None
     # A tile of several parts loads as many boxes, which pays where it was measured to.
@@ -290,7 +290,7 @@ def shipped() -> dict[Key, dict[int, Entry]]:
     return found
 
 
-_config = functools.cache(Config.parse)
+_config = functools.cache(PortableTiles.parse)
 
 
 def parsed(text: bytes, unsaid: Mapping[str, Any] | None = None) -> list[Entry]:

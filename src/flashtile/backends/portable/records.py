@@ -24,7 +24,7 @@ from flashtile.backends.gpu.records import (
     softcap_of,
 )
 from flashtile.backends.portable import config as tables
-from flashtile.backends.portable.config import Config, tile_dims
+from flashtile.backends.portable.config import PortableTiles, tile_dims
 from flashtile.backends.portable.device.records import Tiles, widths
 from flashtile.call.axes import is_aligned
 from flashtile.call.problem import Problem, Tensors
@@ -51,7 +51,7 @@ def num_programs(problem: Problem, tensors: Tensors | QuantizedTensors, block: i
 def call_of(
     problem: Problem,
     t: Tensors,
-    config: Config,
+    config: PortableTiles,
     described: Sequence[str] = (),
     dout: Tensor | None = None,
     bias_sums: tuple[bool, bool] = (False, False),
@@ -177,7 +177,7 @@ def _score_unit(problem: Problem, tensors: Tensors) -> int:
     return math.gcd(16, problem.seqlen_k, *(stride for x in given for stride in _score_strides(x)[:3]))
 
 
-def tiles_of(config: Config, together: int = 1) -> Tiles:
+def tiles_of(config: PortableTiles, together: int = 1) -> Tiles:
     """A kernel's last argument; together: of ``heads_at_once``."""
     return Tiles(together, config.block_m, config.block_n, config.one_loop, config.mask_all)
 
@@ -217,7 +217,7 @@ def describable(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in strides)
 
 
-def descriptors(tensors: dict[str, Any], config: Config) -> dict[str, tuple[TensorMap, ...]]:
+def descriptors(tensors: dict[str, Any], config: PortableTiles) -> dict[str, tuple[TensorMap, ...]]:
     """Descriptors of tensors, given with a tile's rows and columns, that a loop loads: of all of them or none."""
     if not config.tma or not all(describable(tensor) for tensor, _, _ in tensors.values()):
         return {}

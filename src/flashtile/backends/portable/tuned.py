@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from flashtile.backends.gpu.trial import on_trial, tried
 from flashtile.backends.portable import config
-from flashtile.backends.portable.config import Config, Entry, Key
+from flashtile.backends.portable.config import Entry, Key, PortableTiles
 from flashtile.call.problem import Problem
 from flashtile.core import settings, trusted
 from flashtile.core.errors import InvalidInputError, shown
@@ -36,7 +36,7 @@ def why_not(entry: Entry) -> str:
     if entry.kernel not in KERNELS:
         return f"kernel is {shown(entry.kernel)}, must be one of {', '.join(KERNELS)}"
     try:
-        tiles = Config.parse(entry.tiles)
+        tiles = PortableTiles.parse(entry.tiles)
     except (ValueError, TypeError) as error:
         return f"tiles: {error}"
     if max(tiles.block_m, tiles.block_n) > MAX_TILE:
@@ -44,7 +44,7 @@ def why_not(entry: Entry) -> str:
     return "" if entry[8:] == versions() else f"measured with flashtile {entry.flashtile}, Triton {entry.triton}"
 
 
-def key_of(problem: Problem, kernel: str, table: Config) -> Key:
+def key_of(problem: Problem, kernel: str, table: PortableTiles) -> Key:
     """The key of a call for which the tables have some tiles; empty where it takes no tuned ones.
 
     Those with features take registers of their own, results in another dtype shared memory; a GPU may not be here.
@@ -58,11 +58,11 @@ def key_of(problem: Problem, kernel: str, table: Config) -> Key:
 
 
 @functools.cache
-def _without_descriptors(table: Config) -> str:
+def _without_descriptors(table: PortableTiles) -> str:
     return dataclasses.replace(table, tma=False).name
 
 
-def choose(problem: Problem, kernel: str, arch: str | None = None) -> Config:
+def choose(problem: Problem, kernel: str, arch: str | None = None) -> PortableTiles:
     """The tiles of a kernel: what is on trial, else what was measured here, else the tables'.
 
     Args:
@@ -97,7 +97,7 @@ def or_tables(make: Callable[[], T]) -> T:
 
 
 @functools.cache
-def known() -> dict[Key, Config]:
+def known() -> dict[Key, PortableTiles]:
     """The tiles that calls of this process take, read once."""
     place = path()
     try:
@@ -108,7 +108,7 @@ def known() -> dict[Key, Config]:
     for number, entry in enumerate(entries, 1):
         if why_not(entry) and not why_not(entry).startswith("measured"):
             _warn(f"{place}: row {number} is not used: {why_not(entry)}")
-    return {entry.key: Config.parse(entry.tiles, str(place)) for entry in entries if not why_not(entry)}
+    return {entry.key: PortableTiles.parse(entry.tiles, str(place)) for entry in entries if not why_not(entry)}
 
 
 def path() -> Path | None:

@@ -56,7 +56,7 @@ class Splitting:
 
 
 @dataclass(frozen=True)
-class Config:
+class DecodeTiles:
     """Tiles of one kernel.
 
     Attributes:
@@ -100,17 +100,17 @@ def bounded(problem: Problem) -> Problem:
 FEW_ROWS, LONG_KEYS = 16, 8192
 
 
-def choose(problem: Problem, *, few: bool = False) -> Config:
+def choose(problem: Problem, *, few: bool = False) -> DecodeTiles:
     """The tiles of a call, or of its sequences with ``FEW_ROWS`` alone."""
     if (held := tried("decode")) is not None:
         return held
     if problem.device_type == "cpu":
-        return Config(16, 16, 4, 1, 1, Splitting(programs=8, fewest_keys=16, most_keys=64, most_splits=8))
+        return DecodeTiles(16, 16, 4, 1, 1, Splitting(programs=8, fewest_keys=16, most_keys=64, most_splits=8))
     dim, block_m = max(problem.head_dim, problem.head_dim_v), FEW_ROWS if few else rows_of_tile(problem)
     if dim > 256:
         return _big(problem, few=few)
     if problem.dtype == torch.float32:
-        return Config(min(block_m, 32), 32 if dim <= 128 else 16, 4, 2)
+        return DecodeTiles(min(block_m, 32), 32 if dim <= 128 else 16, 4, 2)
     # As many bytes in flight whatever the width. Page ids are loaded ahead of keys, which takes two more stages.
     block_n = 128 if dim <= 64 else 64 if dim <= 128 else 32
     if block_m > 32:
@@ -121,29 +121,29 @@ def choose(problem: Problem, *, few: bool = False) -> Config:
     stages = 2 if dim > 128 and block_m > 16 else 3
     if _has_little_shared_memory(problem):
         # 128 rows of an 8-bit cache at head_dim 128 take 104 KB (Triton 3.7.1), and of any spill 500 bytes.
-        return Config(min(block_m, 64), block_n // 2, 4 if block_m <= 16 else 8, 2)
+        return DecodeTiles(min(block_m, 64), block_n // 2, 4 if block_m <= 16 else 8, 2)
     if block_m <= 16:
-        return Config(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_of_long=256))
+        return DecodeTiles(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_of_long=256))
     if block_m == 32 and dim <= 128:
-        return Config(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_keys=128))
+        return DecodeTiles(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_keys=128))
     if 32 < hopper_rows(problem) <= 64 < dim <= 128:
         # Two programs that spill 250 bytes take a third less time than one that does not: docs/tuning-notes.md.
         rule = Splitting(fewest_keys=128, most_splits=16)
-        return Config(block_m, 32, 4, 4 + 2 * is_gathered, 2, rule)
+        return DecodeTiles(block_m, 32, 4, 4 + 2 * is_gathered, 2, rule)
     # Registers and shared memory hold one program, or two of 64 rows at head_dim 64, and runs of 2 splits.
     wide = dim <= 128 and 64 < hopper_rows(problem) <= 128
     rule = Splitting(fewest_keys=256 if wide or block_m == 128 else 128, most_splits=16, run=2 if wide else 4)
     per_sm = 2 if wide and block_m == 64 else 1
-    return Config(block_m, block_n, 8 // per_sm, stages + 2 * is_gathered, per_sm, rule)
+    return DecodeTiles(block_m, block_n, 8 // per_sm, stages + 2 * is_gathered, per_sm, rule)
 
 
-def _big(problem: Problem, *, few: bool) -> Config:
+def _big(problem: Problem, *, few: bool) -> DecodeTiles:
     """The tiles of heads past 256: 32 rows of 512 columns, each run beside its split, take all registers of 8 warps."""
     # Values that are multiplied by scales of their rows take registers too.
     rows = FEW_ROWS if few or problem.row_scale or problem.seqlen_q * problem.group_size <= 16 else 32
     if problem.dtype == torch.float32 or _has_little_shared_memory(problem):
-        return Config(16, 16, 8, 1 if problem.dtype == torch.float32 else 2, 1)
-    return Config(rows, 32 * (2 if problem.kv_dtype.itemsize == 1 else 1), 8, 2, 1)
+        return DecodeTiles(16, 16, 8, 1 if problem.dtype == torch.float32 else 2, 1)
+    return DecodeTiles(rows, 32 * (2 if problem.kv_dtype.itemsize == 1 else 1), 8, 2, 1)
 
 
 def _has_little_shared_memory(problem: Problem) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashtile.backends.gpu.decode import records
 from flashtile.backends.gpu.decode.call import Call
-from flashtile.backends.gpu.decode.config import Config, choose
+from flashtile.backends.gpu.decode.config import DecodeTiles, choose
 from flashtile.backends.gpu.host import kept
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.named import device_code
@@ -94,7 +94,7 @@ class Bounds:
         counters: Two for each tile, 0 without a workspace.
     """
 
-    def __init__(self, problem: Problem, tensors: CacheTensors, config: Config) -> None:
+    def __init__(self, problem: Problem, tensors: CacheTensors, config: DecodeTiles) -> None:
         p, cut = problem, config.splitting
         group, heads, capacity = p.group_size, p.num_heads_kv, p.seqlen_k
         if p.varlen:
@@ -147,7 +147,7 @@ def zeros(device: torch.device, count: int) -> Tensor:
 
 
 def attention_call(
-    problem: Problem, tensors: CacheTensors, config: Config, num_sms: int, *, few: bool = False
+    problem: Problem, tensors: CacheTensors, config: DecodeTiles, num_sms: int, *, few: bool = False
 ) -> tuple[Call, int]:
     """The records of the attention, and the number of its programs; see ``attention_launch``."""
     p, bounds, lanes = problem, Bounds(problem, tensors, config), lanes_of(problem, config, num_sms)
@@ -158,7 +158,7 @@ def attention_call(
     )
 
 
-def lanes_of(problem: Problem, config: Config, num_sms: int) -> int:
+def lanes_of(problem: Problem, config: DecodeTiles, num_sms: int) -> int:
     """``Schedule.LANES``, which divides the key heads, and the programs of an architecture's usual device.
 
     So one build serves all devices of an architecture: others leave a few multiprocessors of such programs out.
@@ -170,7 +170,7 @@ def lanes_of(problem: Problem, config: Config, num_sms: int) -> int:
 
 
 def attention_launch(
-    problem: Problem, tensors: CacheTensors, config: Config, num_sms: int, *, few: bool = False
+    problem: Problem, tensors: CacheTensors, config: DecodeTiles, num_sms: int, *, few: bool = False
 ) -> Launch:
     """The launch of the attention.
 
@@ -186,7 +186,11 @@ def attention_launch(
 
 
 def attention(
-    problem: Problem, t: CacheTensors, config: Config, launch: Callable[..., Launch] = attention_launch, **few: bool
+    problem: Problem,
+    t: CacheTensors,
+    config: DecodeTiles,
+    launch: Callable[..., Launch] = attention_launch,
+    **few: bool,
 ) -> Attention:
     """A launch of the attention, as ``attention_launch``, with what it needs."""
     bounds = Bounds(problem, t, config)

@@ -18,7 +18,7 @@ from flashtile.backends.gpu.decode.call import (
     Schedule,
     Splitting,
 )
-from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, Config, bounded, hopper_rows
+from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, DecodeTiles, bounded, hopper_rows
 from flashtile.backends.gpu.device.records import Band, Mod, Mods, Rows, Sequences, Tree
 from flashtile.backends.gpu.intervals import intervals_of
 from flashtile.backends.gpu.launch import Pointer, pointer
@@ -33,7 +33,7 @@ HEADS_AT_ONCE = 16
 mods = device_code("flashtile.backends.gpu.device.mods")
 
 
-def call_of(problem: Problem, tensors: CacheTensors, config: Config, slots: int, lanes: int, *, few: bool) -> Call:
+def call_of(problem: Problem, tensors: CacheTensors, config: DecodeTiles, slots: int, lanes: int, *, few: bool) -> Call:
     """The attention's ``Call``.
 
     Args:
@@ -175,7 +175,7 @@ def _band(problem: Problem) -> Band:
     return Band(*(None if x is None else min(x, most) for x in (band.left, band.right, band.chunk)))
 
 
-def _schedule(problem: Problem, config: Config, lanes: int, few: bool) -> Schedule:
+def _schedule(problem: Problem, config: DecodeTiles, lanes: int, few: bool) -> Schedule:
     p, cut = problem, config.splitting
     rows = config.block_m if p.varlen else min(config.block_m, p.seqlen_q * p.group_size)
     fold_rows = min(power_of_two(rows), 4)

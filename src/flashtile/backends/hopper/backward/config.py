@@ -23,7 +23,7 @@ def box_cols(width: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class BackwardTiles:
     """One configuration of the backward.
 
     Two or three warpgroups compute, a warp loads.
@@ -110,14 +110,14 @@ class Config:
 
 
 # 128 queries: a left operand read from shared memory then serves 128 columns and not 64.
-WIDE_64 = Config(block_d=64, block_dv=64, block_m=128, v_stages=2)
+WIDE_64 = BackwardTiles(block_d=64, block_dv=64, block_m=128, v_stages=2)
 BY_TMA_64 = replace(WIDE_64, k_stages=1, v_stages=1, dq_tma=True)
-NARROW_64 = Config(block_d=64, block_dv=64, block_m=64, stages=3, v_stages=2, dq_width=32)
+NARROW_64 = BackwardTiles(block_d=64, block_dv=64, block_m=64, stages=3, v_stages=2, dq_width=32)
 # A third warpgroup for dq needs few registers: 64 beat 80. Head_dim 96 takes less time in parts of 64 and
 # 32 than in 128 columns or with a gradient a warpgroup.
-BASE_96 = Config(block_d=96, block_dv=96, stages=3, ds_stages=3, registers=208, dq_registers=64)
+BASE_96 = BackwardTiles(block_d=96, block_dv=96, stages=3, ds_stages=3, registers=208, dq_registers=64)
 BY_TMA_96 = replace(BASE_96, ds_stages=2, dq_tma=True)
-BASE_128 = Config(block_d=128, block_dv=128)
+BASE_128 = BackwardTiles(block_d=128, block_dv=128)
 BY_GRADIENT_128 = replace(BASE_128, by_gradient=True, stages=3, v_stages=2, registers=208, dq_registers=64)
 BASE_160 = replace(BY_GRADIENT_128, block_d=160, block_dv=160, v_stages=1)
 # A second buffer for keys is worth more than a third one for queries.
@@ -125,7 +125,7 @@ BASE_192 = replace(BASE_160, block_d=192, block_dv=192, stages=2, registers=192)
 BASE_192_128 = replace(BASE_160, block_d=192, block_dv=128)
 # Twice the keys a tile add half as often to dq, which bounds the kernels with 64: that pays, but not in a fixed order
 # without a mask.
-KEYS_192_128 = Config(block_d=192, block_dv=128, k_stages=1, dq_width=32)
+KEYS_192_128 = BackwardTiles(block_d=192, block_dv=128, k_stages=1, dq_width=32)
 BASE_256 = replace(BASE_192, block_d=256, block_dv=256, k_stages=1, registers=208)
 # Bias and mask take registers in the first warpgroup, which has what the others leave.
 SCORES_256 = replace(BASE_256, registers=192)
@@ -137,12 +137,12 @@ BY_TMA_128 = replace(BASE_128, k_stages=1, dq_tma=True)
 SHORT = 1024
 
 
-def in_chain(config: Config) -> Config:
+def in_chain(config: BackwardTiles) -> BackwardTiles:
     """The configuration of a chain's calls in its place, which take less time with it."""
     return {BY_TMA_96: BASE_96, BY_TMA_128: THREE_STAGES_128}.get(config, config)
 
 
-def choose(problem: Problem) -> Config:
+def choose(problem: Problem) -> BackwardTiles:
     """The configuration of a problem, from head_dims, transform, mask and length: never from the batch."""
     width = width_of_tiles(max(problem.head_dim, problem.head_dim_v))
     reads_score_tensors = problem.mask or problem.bias_dtype is not None

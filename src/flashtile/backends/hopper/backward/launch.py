@@ -28,7 +28,7 @@ from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward import records
-from flashtile.backends.hopper.backward.config import Config
+from flashtile.backends.hopper.backward.config import BackwardTiles
 from flashtile.backends.hopper.backward.records import Results, Schedule, Splits, Sums, Tiles, Work
 from flashtile.backends.hopper.backward.workspace import Workspace, key_blocks
 from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Mods
@@ -54,7 +54,7 @@ _ROWS = 64
 
 
 def plan(
-    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config | None = None
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: BackwardTiles | None = None
 ) -> base.Plan:
     """Gradients of calls of one kind, as ``call.backend.Backward`` says.
 
@@ -103,7 +103,7 @@ class ChainedPlan(BackwardPlan):
     """A backward that may be a call of a ``Chain``."""
 
     def __init__(
-        self, problem: Problem, device: torch.device, config: Config, prepare: Prepare, dout: Tensor, finish: Any
+        self, problem: Problem, device: torch.device, config: BackwardTiles, prepare: Prepare, dout: Tensor, finish: Any
     ) -> None:
         """Prepares nothing yet: as ``BackwardPlan``, of a dout like this one."""
         super().__init__(device, prepare, not tensor_maps.is_readable(dout), finish)
@@ -140,7 +140,11 @@ class ChainedPlan(BackwardPlan):
 
 
 def _prepare_chained(
-    problem: Problem, config: Config, t: Tensors, made: Made, kind: tuple[bool, bool, bool, tuple[int, int] | None]
+    problem: Problem,
+    config: BackwardTiles,
+    t: Tensors,
+    made: Made,
+    kind: tuple[bool, bool, bool, tuple[int, int] | None],
 ) -> tuple[Memory, dict[str, Launch]]:
     """``kind``: whether it adds, whether it is the chain's first call, whether its last, and its key heads."""
     _, _, is_last, _ = kind
@@ -187,7 +191,7 @@ def launches(
     tensors: Tensors,
     dout: Tensor,
     dlse: Tensor | None,
-    config: Config,
+    config: BackwardTiles,
     work: Workspace | None = None,
     *,
     adds: bool = False,
@@ -211,7 +215,8 @@ def launches(
 
 
 def chain_launches(
-    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config, adds: bool, is_first: bool,
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: BackwardTiles, adds: bool,
+    is_first: bool,
     is_last: bool, heads: tuple[int, int] | None = None,
 ) -> dict[str, Launch]:  # fmt: skip
     """The launches of a call of a ``Chain``, by name; those beside the main kernel know no sequences."""
@@ -225,7 +230,7 @@ def chain_launches(
     return made
 
 
-def _chain_workspace(problem: Problem, config: Config, tensors: Tensors) -> Workspace:
+def _chain_workspace(problem: Problem, config: BackwardTiles, tensors: Tensors) -> Workspace:
     """Of all calls of a chain; without gqa_splits, whose sums of dk and dv would cover some keys only."""
     return Workspace.of(_as_one(problem).but(num_heads_kv=problem.num_heads_q), config, tensors)
 
@@ -262,7 +267,7 @@ def preprocess_launch(
 
 
 def _finish_launch(
-    problem: Problem, tensors: Tensors, config: Config, work: Workspace, name: str, adds: bool
+    problem: Problem, tensors: Tensors, config: BackwardTiles, work: Workspace, name: str, adds: bool
 ) -> Launch | None:
     """From the sums of ``name``, one of dq, dk and dv, to the gradient; None where there are none."""
     p, is_dq = problem, name == "dq"
@@ -286,7 +291,7 @@ def _finish_launch(
 
 
 def _main_launch(
-    problem: Problem, tensors: Tensors, dout: Tensor, config: Config, work: Workspace, adds: bool, *,
+    problem: Problem, tensors: Tensors, dout: Tensor, config: BackwardTiles, work: Workspace, adds: bool, *,
     chained: tuple[int, int] | None = None,
 ) -> Launch:  # fmt: skip
     p, (first_head, end_head) = problem, chained or (0, problem.num_heads_kv)
@@ -313,7 +318,7 @@ def _main_launch(
     return Launch(attention_backward, min(num_sms, blocks * heads), {"grid": grid}, options)
 
 
-def _call(problem: Problem, t: Tensors, config: Config) -> Call:
+def _call(problem: Problem, t: Tensors, config: BackwardTiles) -> Call:
     p, keys = problem, configs.PART_KEYS
     cols, cols_v = configs.box_cols(config.block_d), configs.box_cols(config.block_dv)
     return Call(
@@ -355,7 +360,7 @@ def backward_mods(problem: Problem, t: Tensors, masks: Masks | None) -> Mods:
 
 
 def _gradients(
-    problem: Problem, t: Tensors, dout: Tensor, config: Config, work: Workspace, adds: bool
+    problem: Problem, t: Tensors, dout: Tensor, config: BackwardTiles, work: Workspace, adds: bool
 ) -> records.Gradients:
     """With gqa_splits, dk and dv are sums in the workspace."""
     p, wanted, splits = problem, problem.grads, work.gqa_splits > 1
@@ -374,7 +379,7 @@ def _gradients(
     )  # fmt: skip
 
 
-def _main_work(problem: Problem, config: Config, work: Workspace) -> Work:
+def _main_work(problem: Problem, config: BackwardTiles, work: Workspace) -> Work:
     """With a descriptor of the rows and, where TMA adds to it, of dq as lines of 128 floats."""
     # In a fixed order sums are added from registers: an add's end must be known.
     adds_by_tma = problem.grads.q and config.dq_tma and not problem.deterministic
@@ -399,7 +404,7 @@ def keys_fall(problem: Problem) -> bool:
     return problem.band.left is not None
 
 
-def _tiles(config: Config) -> Tiles:
+def _tiles(config: BackwardTiles) -> Tiles:
     c, has_third = config, config.dq_registers > 0
     share = c.block_d if c.block_m == 128 or has_third else c.block_d // 2
     return Tiles(
@@ -408,7 +413,7 @@ def _tiles(config: Config) -> Tiles:
     )  # fmt: skip
 
 
-def _heads_at_once(problem: Problem, config: Config, heads: int, rows_q: int, rows_k: int, num_sms: int) -> int:
+def _heads_at_once(problem: Problem, config: BackwardTiles, heads: int, rows_q: int, rows_k: int, num_sms: int) -> int:
     """Heads per L2 group: their tiles run together, the longest first; 1 if all tiles of a head cost the same.
 
     As many heads as have q, dout and float32 dq that fit L2, but enough for about one tile for each multiprocessor, two

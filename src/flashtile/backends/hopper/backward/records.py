@@ -91,7 +91,7 @@ class Schedule(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The main kernel's tiles; what is not said here is as in ``config.Config``.
+    """The main kernel's tiles; what is not said here is as in ``BackwardTiles``.
 
     Attributes:
         KEYS: Keys of a tile.

@@ -10,7 +10,7 @@ import torch
 
 from flashtile.backends.gpu.launch import Pointer
 from flashtile.backends.gpu.records import num_packed_tiles
-from flashtile.backends.hopper.backward.config import Config
+from flashtile.backends.hopper.backward.config import BackwardTiles
 from flashtile.backends.hopper.backward.records import Work
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Band
@@ -47,7 +47,7 @@ class Workspace(NamedTuple):
     floats: int
 
     @classmethod
-    def of(cls, problem: Problem, config: Config, tensors: Tensors) -> Workspace:
+    def of(cls, problem: Problem, config: BackwardTiles, tensors: Tensors) -> Workspace:
         """Of a call with these queries, keys and values."""
         rows = tensors.q.shape[-3]
         if problem.varlen:
@@ -81,7 +81,7 @@ class Workspace(NamedTuple):
         )
 
 
-def key_blocks(problem: Problem, config: Config, tensors: Tensors) -> int:
+def key_blocks(problem: Problem, config: BackwardTiles, tensors: Tensors) -> int:
     """Tiles' blocks of keys of all key heads and sequences."""
     rows = tensors.k.shape[-3]
     if problem.varlen:
@@ -104,7 +104,7 @@ _ADDED_BYTES_PER_US, _SUMS_BYTES_PER_US = 2.2e6, 2e6
 _LAUNCHES_US = 20.0
 
 
-def gqa_splits(problem: Problem, config: Config, rows_k: int) -> int:
+def gqa_splits(problem: Problem, config: BackwardTiles, rows_k: int) -> int:
     """How many tiles share the query heads of one key head: 1 unless more are expected to take 5% less time.
 
     Without splits a tile visits all query heads of its key head. With them several tiles have the same keys, each
@@ -126,7 +126,7 @@ def gqa_splits(problem: Problem, config: Config, rows_k: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _splits(
-    band: Band, seqlen_q: int, seqlen_k: int, heads: int, group_size: int, config: Config, ordered: bool
+    band: Band, seqlen_q: int, seqlen_k: int, heads: int, group_size: int, config: BackwardTiles, ordered: bool
 ) -> int:
     rows, keys = config.block_m, config.block_n
     tiles = max(1, -(-seqlen_k // keys)) * heads

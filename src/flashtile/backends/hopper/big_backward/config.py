@@ -15,7 +15,7 @@ _CHUNK_BYTES = 2 * BLOCK * BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class BigBackwardTiles:
     """One configuration: a tile is 64 rows, whatever the head dimensions.
 
     Attributes:
@@ -87,7 +87,7 @@ def _widest(block_d: int) -> int:
     return 128 if block_d % 128 == 0 and block_d > 128 else 64
 
 
-def choose(problem: Problem) -> Config:
+def choose(problem: Problem) -> BigBackwardTiles:
     """The configuration of a problem, from its head_dims."""
     block_d, block_dv = (max(-(-dim // BLOCK) * BLOCK, 2 * BLOCK) for dim in (problem.head_dim, problem.head_dim_v))
-    return Config(block_d=block_d, block_dv=block_dv)
+    return BigBackwardTiles(block_d=block_d, block_dv=block_dv)

@@ -18,7 +18,7 @@ from flashtile.backends.hopper.backward import launch as backward
 from flashtile.backends.hopper.backward.records import Schedule, Splits
 from flashtile.backends.hopper.backward.workspace import Workspace
 from flashtile.backends.hopper.big_backward import config as configs
-from flashtile.backends.hopper.big_backward.config import BLOCK, Config
+from flashtile.backends.hopper.big_backward.config import BLOCK, BigBackwardTiles
 from flashtile.backends.hopper.big_backward.records import Gradient, Grid
 from flashtile.backends.hopper.forward.config import by_bits, has_slope
 from flashtile.call import backend as base
@@ -38,7 +38,7 @@ _MULTIPROCESSORS, _TILES_EACH, _SPLITS_EACH = 132, 2, 4
 
 
 def plan(
-    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config | None = None
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: BigBackwardTiles | None = None
 ) -> base.Plan:
     """Gradients of calls of one kind; see ``backward.launch.plan``. The plan takes no part in a ``Chain``."""
     if backward.keeps_nothing(problem, tensors):
@@ -97,7 +97,7 @@ def _blocks(problem: Problem, own: Tensor) -> int:
 
 
 def launches(
-    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: Config,
+    problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None, config: BigBackwardTiles,
     work: Workspace | None = None, *, adds: bool = False,
 ) -> dict[str, Launch]:  # fmt: skip
     """The launches by name, in order: tables, bounds of intervals, preprocess, a kernel for each wanted gradient."""
@@ -121,7 +121,7 @@ def _side(problem: Problem, tensors: Tensors, *, over_keys: bool) -> Side:
 
 
 def _gradient_launch(
-    problem: Problem, t: Tensors, dout: Tensor, config: Config, work: Workspace, of: str, adds: bool
+    problem: Problem, t: Tensors, dout: Tensor, config: BigBackwardTiles, work: Workspace, of: str, adds: bool
 ) -> Launch:
     p, c = problem, config
     own, heads = (t.q, p.num_heads_q) if of == "q" else (t.k, p.num_heads_kv)

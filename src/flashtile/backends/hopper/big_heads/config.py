@@ -10,7 +10,7 @@ from flashtile.call.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(forward.Config):
+class BigHeadsTiles(forward.ForwardTiles):
     """One configuration: a tile is 64 rows, whatever the head dimensions.
 
     Attributes:
@@ -58,13 +58,13 @@ class Config(forward.Config):
         return f"tiles {self.block_m} x {self.block_n}, head_dim {self.block_d}, {columns} in two warpgroups"
 
 
-def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: int | None = None) -> Config:
+def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: int | None = None) -> BigHeadsTiles:
     """The configuration of a problem, from its head_dims; ``rows`` as in ``forward.config.choose``.
 
     score_bytes makes no difference: threads load biases and masks themselves.
     """
     block_d, block_dv = (max(-(-dim // 64) * 64, 128) for dim in (problem.head_dim, problem.head_dim_v))
     chunk = 128 if block_d % 128 == 0 and block_d > 128 else 64
-    config = Config(block_d=block_d, block_dv=block_dv, chunk=chunk, key_chunks=block_d // chunk)
+    config = BigHeadsTiles(block_d=block_d, block_dv=block_dv, chunk=chunk, key_chunks=block_d // chunk)
     rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
     return replace(config, strip=strip_and_cost(problem, config, rows)[0])

@@ -11,7 +11,7 @@ from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.big_heads import config as configs
-from flashtile.backends.hopper.big_heads.config import Config
+from flashtile.backends.hopper.big_heads.config import BigHeadsTiles
 from flashtile.backends.hopper.device.records import Columns
 from flashtile.backends.hopper.forward.launch import OF_ROWS, is_same, meets_edges, num_programs, plan_of
 from flashtile.backends.hopper.records import call_of, keys_of, mods_of, output_of, rows_of, schedule_of
@@ -25,12 +25,14 @@ big_heads_forward = device_code("flashtile.backends.hopper.big_heads.kernel").bi
 _BOX = 64
 
 
-def plan(problem: Problem, tensors: Tensors, config: Config | None = None) -> Plan:
+def plan(problem: Problem, tensors: Tensors, config: BigHeadsTiles | None = None) -> Plan:
     """The forward of calls of one kind; see ``forward.launch.plan``."""
     return plan_of(problem, tensors, config, configs.choose, launches)
 
 
-def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> dict[str, Launch]:
+def launches(
+    problem: Problem, tensors: Tensors, config: BigHeadsTiles, *, is_joined: bool = False
+) -> dict[str, Launch]:
     """The launches by kernel name, in order; arguments as of ``forward.launch.forward_launch``."""
     made = table_launches(problem, tensors)
     if problem.intervals:
@@ -38,7 +40,7 @@ def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: b
     return {**made, "big_heads_forward": big_heads_launch(problem, tensors, config, is_joined=is_joined)}
 
 
-def big_heads_launch(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> Launch:
+def big_heads_launch(problem: Problem, tensors: Tensors, config: BigHeadsTiles, *, is_joined: bool = False) -> Launch:
     """The launch of the forward: what a plan repeats and what a build compiles."""
     p, t, c = problem, tensors, config
     q_map = tensor_maps.rows_map("q", t.q, c.strip, _BOX, p.varlen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashtile.backends.gpu.decode.config import Config
+from flashtile.backends.gpu.decode.config import DecodeTiles
 from flashtile.backends.gpu.decode.launch import Attention, attention, attention_call
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.named import device_code
@@ -20,7 +20,7 @@ def attend(problem: Problem, tensors: CacheTensors) -> list[Attention]:
     return [attention(problem, tensors, choose(problem), wide_launch)]
 
 
-def wide_launch(problem: Problem, tensors: CacheTensors, config: Config, num_sms: int) -> Launch:
+def wide_launch(problem: Problem, tensors: CacheTensors, config: DecodeTiles, num_sms: int) -> Launch:
     """The launch of the attention, as ``attention_launch``."""
     p, t = problem, tensors
     call, programs = attention_call(p, t, config, num_sms)

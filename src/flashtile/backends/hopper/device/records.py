@@ -186,7 +186,7 @@ class Output(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """A forward's tiles, with ``forward.config.Config``'s constants, and the division of tiles among programs.
+    """A forward's tiles, with ``ForwardTiles``'s constants, and the division of tiles among programs.
 
     Attributes:
         counter: A counter of tiles, int32, 0 before and after a launch; None for a static order.
@@ -221,7 +221,7 @@ class Schedule(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The division of columns in ``big_heads``; see ``big_heads.config.Config``.
+    """The division of columns in ``big_heads``; see ``BigHeadsTiles``.
 
     Attributes:
         LEFT: Columns of the output that the scorer computes.

@@ -13,7 +13,7 @@ from flashtile.backends.gpu.records import indices
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache, CacheScale, Paging
 from flashtile.backends.hopper.forward import config as configs
-from flashtile.backends.hopper.forward.config import Config
+from flashtile.backends.hopper.forward.config import ForwardTiles
 from flashtile.backends.hopper.forward.launch import forward_launch
 from flashtile.backends.hopper.records import rows_of
 from flashtile.call.cached_arguments import CacheTensors
@@ -74,7 +74,7 @@ def paging_of(size: int) -> Paging:
     return Paging(size, -(-(2 ** (31 + shift)) // size) - 2**32, shift)
 
 
-def _copied_keys(tensors: CacheTensors, config: Config) -> tuple[Rows, Rows]:
+def _copied_keys(tensors: CacheTensors, config: ForwardTiles) -> tuple[Rows, Rows]:
     """The rows of caches that threads copy."""
 
     def rows(name: str, cache: Tensor, width: int) -> Rows:
@@ -84,7 +84,7 @@ def _copied_keys(tensors: CacheTensors, config: Config) -> tuple[Rows, Rows]:
     return rows("k_cache", tensors.k_cache, config.block_d), rows("v_cache", tensors.v_cache, config.block_dv)
 
 
-def _boxes_of_keys(problem: Problem, tensors: CacheTensors, config: Config) -> tuple[Rows, Rows]:
+def _boxes_of_keys(problem: Problem, tensors: CacheTensors, config: ForwardTiles) -> tuple[Rows, Rows]:
     """k: a map of entries or pages. v: a map of packed rows, which TMA fills with zeros past the last key."""
     size = problem.page_size
     rows = min(size or config.block_n, config.block_n)

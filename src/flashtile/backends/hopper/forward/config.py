@@ -21,7 +21,7 @@ OTHER_BYTES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class ForwardTiles:
     """One configuration of the forward.
 
     Attributes:
@@ -138,7 +138,7 @@ def buffer_bytes(block_n: int, rows: int, score_bytes: tuple[int, int]) -> int:
 @functools.cache
 def two_warpgroups(
     block_d: int, block_dv: int, block_n: int | None = None, score_bytes: tuple[int, int] = (0, 0)
-) -> Config:
+) -> ForwardTiles:
     """Two warpgroups of 64 rows, of which registers allow no third where a row is long.
 
     Shared memory goes to the overlap of tiles first, then to buffers for all of the output, then to a third and fourth
@@ -157,7 +157,7 @@ def two_warpgroups(
         rows = 2 * 128 * (q_stages * block_d + out_stages * out_cols) + score_stages * score_tensors
         stages = (SHARED_BYTES - OTHER_BYTES - rows) // (2 * block_n * (block_d + block_dv))
         if stages >= 2:
-            return Config(
+            return ForwardTiles(
                 block_d=block_d, block_dv=block_dv, out_cols=out_cols, block_n=block_n, stages=min(stages, MOST_STAGES),
                 q_stages=q_stages, overlap=overlap, out_stages=out_stages, score_stages=score_stages,
                 score_bytes=score_bytes,
@@ -174,13 +174,13 @@ TWO_WARPGROUPS |= {dims: replace(TWO_WARPGROUPS[dims], pingpong=True) for dims i
 # Queries in registers leave shared memory for a third stage.
 HELD_96 = replace(TWO_WARPGROUPS[96, 128], q_stages=1, stages=3)
 # All of a head_dim agree in block_m and block_n, see choose.
-THREE_WARPGROUPS_64 = Config(
+THREE_WARPGROUPS_64 = ForwardTiles(
     block_d=64, block_dv=64, out_cols=64, num_warpgroups=3, stages=3, overlap=False, registers=160, max_registers=128
 )  # fmt: skip
 
 
 @functools.cache
-def three_warpgroups_64(score_bytes: tuple[int, int]) -> Config:
+def three_warpgroups_64(score_bytes: tuple[int, int]) -> ForwardTiles:
     """``THREE_WARPGROUPS_64``, with two buffers of a mask if there is one."""
     if score_bytes == (0, 0):
         return THREE_WARPGROUPS_64
@@ -264,13 +264,13 @@ def strip_and_cost(problem: Problem, config: Any, rows: int) -> tuple[int, float
     return (best, costs[best]) if costs[best] < _WORTH_PACKING * alone else (config.block_m, alone)
 
 
-def with_pack_gqa(config: Config, strip: int) -> Config:
+def with_pack_gqa(config: ForwardTiles, strip: int) -> ForwardTiles:
     """The configuration with pack_gqa, in boxes of 64 columns."""
     cols = min(config.out_cols, 64)
     return _variant(config, strip=strip, out_cols=cols, out_stages=config.out_stages * config.out_cols // cols)
 
 
-def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: int | None = None) -> Config:
+def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: int | None = None) -> ForwardTiles:
     """The configuration of a problem, from its head_dims, the kind of mask and the lengths.
 
     A row's result depends on the widths, ``block_m`` and ``block_n`` alone, the same for all calls of two head_dims
@@ -280,7 +280,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
 
     Args:
         problem: A call.
-        score_bytes: What TMA can read of biases and masks, as in ``Config``; by default all, rows of their own.
+        score_bytes: What TMA can read of biases and masks, as in ``ForwardTiles``; by default all, rows of their own.
         rows: Of the queries' tensor; by default all packed sequences are taken for long ones.
     """
     rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
@@ -346,7 +346,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     return with_helpers(problem, config)
 
 
-def _two_warpgroups_of(problem: Problem, dims: tuple[int, int]) -> Config:
+def _two_warpgroups_of(problem: Problem, dims: tuple[int, int]) -> ForwardTiles:
     """``TWO_WARPGROUPS``; at head_dim 128 one warpgroup draws what is dropped while the other multiplies.
 
     Long calls without a mask or anything else have registers for queries; up to 80 columns that is not timed.
@@ -421,7 +421,7 @@ def gathers(problem: Problem) -> bool:
     return 0 < size < _FEWEST_BOX_ROWS or size & (size - 1) != 0
 
 
-def with_helpers(problem: Problem, config: Config) -> Config:
+def with_helpers(problem: Problem, config: ForwardTiles) -> ForwardTiles:
     """The configuration with the helpers that a problem needs."""
     if widens(problem):
         return _variant(config, widens=True, **_WIDENING[config.num_warpgroups])
@@ -432,7 +432,7 @@ def with_helpers(problem: Problem, config: Config) -> Config:
 
 
 @functools.cache
-def _variant(config: Config, **changes: Any) -> Config:
+def _variant(config: ForwardTiles, **changes: Any) -> ForwardTiles:
     """``replace``, whose checks take longer than all else that a new length costs here."""
     return replace(config, **changes)
 

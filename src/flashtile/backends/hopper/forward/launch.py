@@ -21,7 +21,7 @@ from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Cache
 from flashtile.backends.hopper.forward import config as configs
-from flashtile.backends.hopper.forward.config import Config
+from flashtile.backends.hopper.forward.config import ForwardTiles
 from flashtile.backends.hopper.records import call_of, keys_of, mods_of, output_of, rows_of, schedule_of
 from flashtile.backends.portable import repair
 from flashtile.call.backend import Plan
@@ -32,7 +32,7 @@ from flashtile.core.states import Partial
 attention_forward = device_code("flashtile.backends.hopper.forward.kernel").attention_forward
 
 
-def plan(problem: Problem, tensors: Tensors, config: Config | None = None) -> Plan:
+def plan(problem: Problem, tensors: Tensors, config: ForwardTiles | None = None) -> Plan:
     """The forward of calls of one kind, as ``call.backend.Forward`` says.
 
     Args:
@@ -68,7 +68,7 @@ def counter_memory(config: Any, device: torch.device) -> Memory:
 OF_ROWS = Side(BOUNDS_BLOCK)
 
 
-def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> dict[str, Launch]:
+def launches(problem: Problem, tensors: Tensors, config: ForwardTiles, *, is_joined: bool = False) -> dict[str, Launch]:
     """The launches by kernel name, in order; arguments as of ``forward_launch``."""
     made = table_launches(problem, tensors)
     if problem.intervals:
@@ -79,7 +79,7 @@ def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: b
 def forward_launch(
     problem: Problem,
     tensors: Tensors,
-    config: Config,
+    config: ForwardTiles,
     *,
     is_joined: bool = False,
     cached: tuple[Cache, Rows, Rows, TensorMap, str] | None = None,
@@ -128,7 +128,7 @@ def num_programs(problem: Problem, tensors: Tensors, config: Any) -> int:
     return min(tensor_maps.num_sms(tensors.q.device), blocks * (p.num_heads_q // heads))
 
 
-def _map_of_out(problem: Problem, q: Tensor, config: Config) -> TensorMap | None:
+def _map_of_out(problem: Problem, q: Tensor, config: ForwardTiles) -> TensorMap | None:
     """The map of an output that TMA stores."""
     if problem.out_dtype == torch.float32:
         return None
@@ -136,7 +136,7 @@ def _map_of_out(problem: Problem, q: Tensor, config: Config) -> TensorMap | None
     return tensor_maps.contiguous_map("out", q.dtype, shape, config.strip, config.out_cols, problem.varlen)
 
 
-def _rows_of_keys(problem: Problem, tensors: Tensors, config: Config) -> tuple[Rows, Rows]:
+def _rows_of_keys(problem: Problem, tensors: Tensors, config: ForwardTiles) -> tuple[Rows, Rows]:
     """K and v by maps of the narrowest part that a tile's columns consist of."""
     cols, cols_v = configs.narrowest(config.block_d), configs.narrowest(config.block_dv)
     return (

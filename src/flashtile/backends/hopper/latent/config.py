@@ -13,7 +13,7 @@ PATIENCE = 256
 
 
 @dataclass(frozen=True)
-class Config:
+class LatentTiles:
     """Tiles: 64 rows, blocks of 64 keys, whose buffers with the queries' fill shared memory.
 
     Attributes:
@@ -51,10 +51,10 @@ def lanes_of(problem: Problem, most: int) -> int:
     return max(n for n in range(1, max(most, 1) + 1) if tiles % n == 0)
 
 
-def choose(problem: Problem) -> Config:
+def choose(problem: Problem) -> LatentTiles:
     """The tiles of a call: states of two blocks if there are few rows to fold, or many programs that fold them."""
     held = tried("hopper_latent")
     rows = (1 if problem.varlen else problem.seqlen_q) * problem.group_size
     fewest = 2 if rows <= 16 or problem.batch == 1 else 4
     of_8_bits = {"registers": 160, "few": 24} if problem.row_scale else {}
-    return Config(fewest_blocks=fewest, **of_8_bits) if held is None else held
+    return LatentTiles(fewest_blocks=fewest, **of_8_bits) if held is None else held

@@ -32,7 +32,7 @@ def latent_launch(problem: Problem, tensors: CacheTensors) -> Attention:
     p, t, config, programs = problem, tensors, choose(problem), multiprocessors(tensors.q.device)
     slots = 2 * ROWS * programs
     # All but the tiles is that of the Triton kernel.
-    tiles = portable.Config(ROWS, 64, 4, config.stages, 1, specialised=True)
+    tiles = portable.DecodeTiles(ROWS, 64, 4, config.stages, 1, specialised=True)
     call = records.call_of(p, t, tiles, slots, 1, few=False)
     search = max(records.search_of(p.batch + p.varlen, packed=False, least=64), 64)
     # What the Triton kernel's folds would have is the same in every build.

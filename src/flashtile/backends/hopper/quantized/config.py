@@ -10,8 +10,8 @@ from flashtile.call.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(forward.Config):
-    """``forward.Config``, for operands of one byte and an output of two.
+class QuantizedTiles(forward.ForwardTiles):
+    """``ForwardTiles``, for operands of one byte and an output of two.
 
     Attributes:
         width: Columns of values of one product.
@@ -29,14 +29,14 @@ class Config(forward.Config):
         return keys + rows * (self.q_stages * self.block_d + 2 * self.out_stages * self.out_cols) + forward.OTHER_BYTES
 
 
-_TWO = functools.partial(Config, stages=4)
+_TWO = functools.partial(QuantizedTiles, stages=4)
 # Ping-pong pays at 128 and 256, not at 64, where three warpgroups are faster than two.
 _128 = _TWO(block_d=128, block_dv=128, out_cols=128, width=128, behind=True, pingpong=True)
 _64 = _TWO(block_d=64, block_dv=64, out_cols=64, width=64, num_warpgroups=3, registers=160, max_registers=128)
 _256 = _TWO(block_d=256, block_dv=256, out_cols=32, out_stages=4, width=32, stages=2, pingpong=True)
 
 
-def choose(problem: Problem) -> Config:
+def choose(problem: Problem) -> QuantizedTiles:
     """The configuration of a problem: by its head_dims, mask and length, never by the batch."""
     width, is_causal = forward.block_d(max(problem.head_dim, problem.head_dim_v)), problem.band.right is not None
     config = {64: _64, 128: _128, 256: _256}[width]

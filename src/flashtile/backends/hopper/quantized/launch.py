@@ -16,7 +16,7 @@ from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Scales
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.quantized import config as configs
-from flashtile.backends.hopper.quantized.config import Config
+from flashtile.backends.hopper.quantized.config import QuantizedTiles
 from flashtile.backends.hopper.records import call_of, keys_of, output_of, plain_mods, rows_of, schedule_of
 from flashtile.call.backend import Plan
 from flashtile.call.problem import Problem
@@ -46,7 +46,7 @@ def columns_map(v: Tensor, rows: int, cols: int) -> TensorMap:
     return TensorMap(v.dtype, *geometry(tuple(v.shape), v.stride(), False), box, DEFAULT, "v")
 
 
-def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config) -> Launch:
+def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: QuantizedTiles) -> Launch:
     """The launch: what a plan repeats and what a build compiles."""
     p, t, varlen = problem, tensors, problem.varlen
     rows_q = t.q.shape[-3]

@@ -6,7 +6,7 @@ from typing import Literal
 
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.backends.portable import config, tuned
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import PortableTiles
 from flashtile.call.problem import Problem
 
 # Enough programs for a GPU of some 130 multiprocessors. Not by the device's own number: sums are split by it, and their
@@ -18,7 +18,7 @@ MOST_SUMS = 6 * 2**20
 Kernel = Literal["dkdv", "dk", "dv", "dq", "dbias", "diagonals"]
 
 
-def choose(problem: Problem, kernel: Kernel, arch: str | None = None) -> Config:
+def choose(problem: Problem, kernel: Kernel, arch: str | None = None) -> PortableTiles:
     """The tiles of a kernel for a problem.
 
     Args:

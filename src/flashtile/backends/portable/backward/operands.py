@@ -25,7 +25,7 @@ from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import Memory
 from flashtile.backends.portable.backward.config import choose
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import PortableTiles
 from flashtile.backends.portable.device.records import BiasGradient, Diagonals, Partial, Places
 from flashtile.backends.portable.records import call_of, num_programs, tiles_of
 from flashtile.call.functions import Function, score_function
@@ -85,7 +85,7 @@ def _covers(problem: Problem, x: Tensor, axes: tuple[int | None, ...]) -> bool:
     return all(axis is None or x.shape[axis] >= size for axis, size in zip(axes, sizes, strict=True))
 
 
-def _config(problem: Problem, way: Way) -> Config:
+def _config(problem: Problem, way: Way) -> PortableTiles:
     if way != "diagonals":
         return choose(problem, "dbias")
     config = choose(problem, "diagonals")
@@ -153,7 +153,7 @@ def _domain(problem: Problem, share: Share) -> tuple[int, int, int, int]:
     return p.batch, p.num_heads_q, *((p.seqlen_q, 1) if share.way == "rows" else (1, p.seqlen_k))
 
 
-def _diagonals(problem: Problem, config: Config) -> tuple[int, int, int]:
+def _diagonals(problem: Problem, config: PortableTiles) -> tuple[int, int, int]:
     """Blocks of diagonals with keys past rows, those with rows past keys, and how many a tile has a part of."""
     ratio = config.block_m // config.block_n
     return -(-problem.seqlen_k // config.block_n), ratio * -(-problem.seqlen_q // config.block_m), ratio + 1

@@ -18,7 +18,7 @@ class Tiles(NamedTuple):
 
     Attributes:
         heads_at_once: Heads with tiles that run at the same time.
-        BLOCK_M: As in ``portable.config.Config``, as are the constants after it.
+        BLOCK_M: As in ``PortableTiles``, as are the constants after it.
     """
 
     heads_at_once: Any

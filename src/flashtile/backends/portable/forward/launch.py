@@ -13,7 +13,7 @@ from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import ForwardPlan, Memory, forward_memory
 from flashtile.backends.gpu.records import multiprocessors, table_launches
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import PortableTiles
 from flashtile.backends.portable.forward.config import choose
 from flashtile.backends.portable.records import (
     call_of,
@@ -38,7 +38,9 @@ def plan(problem: Problem, tensors: Tensors) -> ForwardPlan:
     return ForwardPlan(tensors.q.device, prepare, or_tables)
 
 
-def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False) -> dict[str, Launch]:
+def launches(
+    problem: Problem, tensors: Tensors, config: PortableTiles, *, is_joined: bool = False
+) -> dict[str, Launch]:
     """The launches by kernel name, in order; arguments as of ``forward_launch``."""
     made = table_launches(problem, tensors)
     if problem.intervals:
@@ -47,7 +49,7 @@ def launches(problem: Problem, tensors: Tensors, config: Config, *, is_joined: b
 
 
 def forward_launch(
-    problem: Problem, tensors: Tensors, config: Config, *, is_joined: bool = False, side: Side | None = None
+    problem: Problem, tensors: Tensors, config: PortableTiles, *, is_joined: bool = False, side: Side | None = None
 ) -> Launch:
     """The forward's launch: what a plan repeats and what a build compiles.
 

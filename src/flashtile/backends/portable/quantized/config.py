@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from flashtile.backends.portable import tuned
-from flashtile.backends.portable.config import Config
+from flashtile.backends.portable.config import PortableTiles
 from flashtile.call.blocks import BLOCK
 from flashtile.call.problem import Problem
 
 
-def choose(problem: Problem, arch: str | None = None) -> Config:
+def choose(problem: Problem, arch: str | None = None) -> PortableTiles:
     """The tiles for a problem, or for an architecture other than its device's.
 
     Raises:

@@ -11,7 +11,7 @@ from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import ForwardPlan, Memory, forward_memory
 from flashtile.backends.gpu.records import rows_of
-from flashtile.backends.portable.config import Config, padded_dims
+from flashtile.backends.portable.config import PortableTiles, padded_dims
 from flashtile.backends.portable.device.records import Scales
 from flashtile.backends.portable.quantized.config import choose
 from flashtile.backends.portable.records import (
@@ -40,7 +40,7 @@ def plan(problem: Problem, tensors: QuantizedTensors) -> ForwardPlan:
     return ForwardPlan(tensors.q.device, prepare)
 
 
-def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Config) -> Launch:
+def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: PortableTiles) -> Launch:
     """The launch: what a plan repeats and what a build compiles."""
     p, t = problem, tensors
     # 8-bit products are over 32 numbers at least.
