@@ -17,7 +17,7 @@ from flashtile.backends.hopper.backward import launch
 from flashtile.call.arguments import Grads, Options, Tensors
 from flashtile.core.masks import Band
 from flashtile.distributed import steps as execution
-from flashtile.distributed.exchange import NOTHING, Line, Messages, Parcel, Pending
+from flashtile.distributed.exchange import NOTHING, Messages, Parcel, Pending, RankLine
 from flashtile.distributed.launches import OfRows, RankPart
 from flashtile.distributed.layouts import Layout, ranges
 from flashtile.distributed.plan import make_plan
@@ -31,7 +31,7 @@ HEADS, KV_HEADS = 4, 2
 class OneRank(Messages):
     """Gives a rank the other rank's keys, and eighths as their sums; keeps what it sends home to them."""
 
-    def __init__(self, line: Line, theirs: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, line: RankLine, theirs: tuple[Tensor, Tensor]) -> None:
         super().__init__(line)
         self._theirs = theirs
         self.sent: list[tuple[Tensor, ...]] = []
@@ -74,7 +74,7 @@ def gradients(
         deterministic=deterministic, grads=Grads(True, True, True), backend="hopper",
     )  # fmt: skip
     for rank in (0, 1):
-        mine, line = rows[rank], Line(None, rank, (0, 1))
+        mine, line = rows[rank], RankLine(None, rank, (0, 1))
         plan = make_plan(lengths, lengths, 2, rank, layout, band)
         spans = [slice(*span) for step in plan.steps[1:] for span in step.spans]
         travels = torch.cat([mine[:0], *(rows[1 - rank][span] for span in spans)])

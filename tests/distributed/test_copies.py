@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashtile import InvalidInputError, distributed
 from flashtile.distributed import copies, kinds
 from flashtile.distributed.copies import SIGNALS, may_copy
-from flashtile.distributed.exchange import Line, Ranks
+from flashtile.distributed.exchange import RankLine, Ranks
 from flashtile.ops import plans
 from tests.distributed import ranks
 from tests.distributed.pool import Pool
@@ -118,7 +118,7 @@ def test_asked_for_where_memory_is_not_reached(pool: Pool) -> None:
 
 def test_who_reaches_whom() -> None:
     """Four ranks, two rings of two: it counts who reaches whom in a ring."""
-    ranks = Ranks(Line(None, 0, (0, 2)), Line(None, 0, (0, 1)), (0, 1, 2, 3))
+    ranks = Ranks(RankLine(None, 0, (0, 2)), RankLine(None, 0, (0, 1)), (0, 1, 2, 3))
     reached = [["a", "c"], ["b", "d"], ["c", "a"], ["d", "b"]]
     with mock.patch.dict(os.environ, FLASHTILE_COPIES="auto"):
         assert may_copy(ranks, reached)

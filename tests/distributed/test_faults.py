@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile import InvalidInputError, UnsupportedError, distributed
 from flashtile.distributed import ExchangeError
-from flashtile.distributed.exchange import Line
+from flashtile.distributed.exchange import RankLine
 from tests.distributed.pool import Pool
 
 # Of the pools that break. Enough for ranks that are slow and well.
@@ -120,7 +120,7 @@ def test_plans_keep_no_group_that_was_destroyed(three: Pool) -> None:
     """Its threads would run on; where the interpreter ended beside them, one process in five aborted."""
     three.run(destroying)
     group = torch.Generator()
-    line = Line(group, 0, (0, 1))
+    line = RankLine(group, 0, (0, 1))
     assert line.group is group
     del group
     with pytest.raises(InvalidInputError, match="mesh: is of a process group that was destroyed"):

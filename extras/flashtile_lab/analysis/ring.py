@@ -28,7 +28,7 @@ from flashtile.core.masks import Band
 from flashtile.distributed.calls import RingCall
 from flashtile.distributed.dealing import Mask, deal_rows
 from flashtile.distributed.layouts import Layout
-from flashtile.distributed.plan import Plan, make_plan
+from flashtile.distributed.plan import RingPlan, make_plan
 from flashtile.distributed.ring import RankRing
 from flashtile_lab.analysis.links import Cluster, Link
 from flashtile_lab.analysis.roofline import H200
@@ -175,7 +175,7 @@ class RingShape:
         """Pairs of a row and a key that are kept, of one head."""
         return sum(self.band.count(length, length) for length in self.lengths)
 
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[RingPlan]:
         """The plans that stand for all ranks of the ring."""
         world, lengths, layout = self.ring, self.lengths, self.dealt
         ranks = range(world) if world <= _ALL_RANKS else (0, world // 2, world - 1)
@@ -186,7 +186,7 @@ class RingShape:
         """The layout that is run."""
         return deal_rows(self.lengths, self.ring, Mask(self.band)) if self.layout == "deal" else self.layout
 
-    def least(self, plans: Sequence[Plan]) -> float:
+    def least(self, plans: Sequence[RingPlan]) -> float:
         """Keys that ranks get over the least that any exchange of blocks of 128 rows gives them; 1 for none."""
         ring = RankRing(self.lengths, self.lengths, self.ring, self.dealt, self.band)
         least = sum(least_keys(ring, plan.rank) for plan in plans)
@@ -299,7 +299,7 @@ class _Steps:
         leaving: Number -> rows of the shard whose sums leave after it.
     """
 
-    def __init__(self, shape: RingShape, kernels: KernelTable, backward: bool, plans: Sequence[Plan]) -> None:
+    def __init__(self, shape: RingShape, kernels: KernelTable, backward: bool, plans: Sequence[RingPlan]) -> None:
         self.shape, self.kernels, self.backward, self.plans = shape, kernels, backward, plans
         busy: dict[int, tuple[float, float]] = {}
         self.coming, self.leaving = defaultdict[int, int](int), defaultdict[int, int](int)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashtile.distributed.plan import Plan
+from flashtile.distributed.plan import RingPlan
 from flashtile.distributed.ring import BLOCK, RankRing
 
 
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
         return self.num_heads_q * (self.head_dim + self.head_dim_v) * self.element_bytes
 
 
-def bytes_sent(plan: Plan, sizes: Sizes, backward: bool = False) -> int:
+def bytes_sent(plan: RingPlan, sizes: Sizes, backward: bool = False) -> int:
     """Bytes that a rank sends in a forward, or in a backward, where float32 sums go after the keys."""
     sent = sum(send.keys for step in plan.steps for send in step.sends) * sizes.key_bytes
     if backward:

@@ -154,7 +154,7 @@ def attention(
         return _less_common(tensors, Asked(precision, causal, window_size, return_lse, plain, *others))
     options = read(tensors, causal, window_size, return_lse, plain)
     if not options.dropout_p and (window_size is None or type(window_size) is tuple) and not _is_compiling():
-        _last = options, causal, window_size, *plain[:-2]
+        _last = options, causal, window_size, *plain[:6]
     return _run(tensors, options, return_lse)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from flashtile.backends.gpu import driver
 from flashtile.core import settings
 from flashtile.core.errors import ExchangeError, InvalidInputError
-from flashtile.distributed.exchange import NOTHING, Line, Parcel, Pending, Ranks, named, stage_name
+from flashtile.distributed.exchange import NOTHING, Parcel, Pending, RankLine, Ranks, named, stage_name
 
 # Places of each kind, used by stages in turn; and its signals "the place is free", with "the place is filled" after it.
 PLACES = {"keys": 2, "sums": 3, "back": 1}
@@ -47,7 +47,7 @@ class Memory:
         size: In bytes.
     """
 
-    def __init__(self, line: Line, device: torch.device, size: int) -> None:
+    def __init__(self, line: RankLine, device: torch.device, size: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         # PyTorch reads this when it maps memory.
@@ -168,7 +168,7 @@ class _Watch(threading.Thread):
 _memories: dict[Any, Memory] = {}
 
 
-def memory_of(line: Line, device: torch.device, size: int) -> Memory:
+def memory_of(line: RankLine, device: torch.device, size: int) -> Memory:
     """Memory of at least ``size`` bytes; all ranks ask for the same. Memory that is too small is replaced."""
     found = _memories.get(line.group)
     if found is None or found.size < size:
@@ -222,7 +222,7 @@ class Copies:
         sizes: By kind, the most bytes of a tensor.
     """
 
-    def __init__(self, line: Line, device: torch.device, sizes: Mapping[str, int]) -> None:
+    def __init__(self, line: RankLine, device: torch.device, sizes: Mapping[str, int]) -> None:
         self._line, self._starts = line, {}
         size = 0
         for kind, bytes_of_one in sizes.items():

@@ -25,7 +25,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Line:
+class RankLine:
     """The ranks along one dimension of a mesh, in order.
 
     Args:
@@ -65,7 +65,7 @@ class Ranks:
         members: The ranks among all processes, in the order of their shards.
     """
 
-    def __init__(self, ring: Line, ulysses: Line, members: tuple[int, ...]) -> None:
+    def __init__(self, ring: RankLine, ulysses: RankLine, members: tuple[int, ...]) -> None:
         self.ring, self.ulysses, self.members = ring, ulysses, members
 
     @property
@@ -74,7 +74,7 @@ class Ranks:
         return self.ring.rank * self.ulysses.size + self.ulysses.rank
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[RankLine]:
         """The lines with more than one rank."""
         return [line for line in (self.ulysses, self.ring) if line.size > 1]
 
@@ -107,10 +107,10 @@ def _read(mesh: DeviceMesh) -> Ranks:
         raise InvalidInputError("mesh", f"has {have}, {must}")
     if mesh.get_coordinate() is None:
         raise InvalidInputError("mesh", f"has no rank {dist.get_rank()}, which is this process")
-    lines = dict.fromkeys(("ring", "ulysses"), Line(None, 0, (dist.get_rank(),)))
+    lines = dict.fromkeys(("ring", "ulysses"), RankLine(None, 0, (dist.get_rank(),)))
     for dim, name in enumerate(names):
         group = mesh.get_group(dim)
-        lines[name] = Line(group, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))
+        lines[name] = RankLine(group, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))
     members = mesh.mesh if names[0] == "ring" else mesh.mesh.t()
     return Ranks(lines["ring"], lines["ulysses"], tuple(members.flatten().tolist()))
 
@@ -171,7 +171,7 @@ class Messages:
         line: The ring.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: RankLine) -> None:
         self._line = line
 
     def room(self, kind: str, number: int, part: int, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -215,7 +215,7 @@ def stage_name(number: int) -> str:
     return f"the exchange during step {number} of the ring"
 
 
-def all_to_all(line: Line, what: str, sent: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
+def all_to_all(line: RankLine, what: str, sent: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
     """Sends rows of a contiguous tensor to all ranks: the first ``rows_to[0]`` rows to the first rank, and so on.
 
     Returns:
@@ -227,7 +227,7 @@ def all_to_all(line: Line, what: str, sent: Tensor, rows_to: Sequence[int], rows
     return received
 
 
-def gather(line: Line, what: str, given: Sequence[Tensor], most: int) -> tuple[Any, Pending]:
+def gather(line: RankLine, what: str, given: Sequence[Tensor], most: int) -> tuple[Any, Pending]:
     """Posts the gathering of all ranks' tensors. Results are ``(ranks, most, ...)``; each rank fills its first rows."""
     found, waits = [], []
     for x in given:
@@ -241,7 +241,7 @@ def gather(line: Line, what: str, given: Sequence[Tensor], most: int) -> tuple[A
     return tuple(found), Pending(what, waits, given)
 
 
-def scatter_sums(line: Line, what: str, given: Sequence[Tensor]) -> tuple[list[Tensor], Pending]:
+def scatter_sums(line: RankLine, what: str, given: Sequence[Tensor]) -> tuple[list[Tensor], Pending]:
     """Posts the sums over ranks of contiguous tensors ``(ranks, ...)``; this rank receives the sums of its part."""
     found, waits = [], []
     for x in given:
@@ -259,7 +259,7 @@ def add_up(ranks: Ranks, what: str, x: Tensor) -> Tensor:
     return x
 
 
-def any_of(line: Line, what: str, like: Tensor, said: bool) -> bool:
+def any_of(line: RankLine, what: str, like: Tensor, said: bool) -> bool:
     """Whether ``said`` is true on any rank of a line. Waits for the GPU."""
     found = torch.tensor([int(said)], device=like.device)
     named(what, line.members, dist.all_reduce, found, dist.ReduceOp.MAX, group=line.group)

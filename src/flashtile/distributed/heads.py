@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flashtile.distributed.exchange import Line, all_to_all
+from flashtile.distributed.exchange import RankLine, all_to_all
 
 _WHAT = "the exchange of heads"
 
@@ -25,7 +25,7 @@ class HeadExchange:
         device: The device of the tensors.
     """
 
-    def __init__(self, line: Line, shards: Sequence[Sequence[range]], batch: int, device: torch.device) -> None:
+    def __init__(self, line: RankLine, shards: Sequence[Sequence[range]], batch: int, device: torch.device) -> None:
         self._line = line
         self._rows = [batch * sum(map(len, ranges)) for ranges in shards]
         total = sum(self._rows) // max(batch, 1)

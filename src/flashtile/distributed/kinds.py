@@ -18,7 +18,7 @@ from flashtile.core import settings
 from flashtile.core.errors import ExchangeError, InvalidInputError, UnsupportedError
 from flashtile.core.states import in_one, sinks_gradient
 from flashtile.distributed.copies import Copies, may_copy, reach
-from flashtile.distributed.exchange import Line, Messages, add_up, agree, any_of, refuse_differences, shortened
+from flashtile.distributed.exchange import Messages, RankLine, add_up, agree, any_of, refuse_differences, shortened
 from flashtile.distributed.heads import HeadExchange
 from flashtile.distributed.launches import OfRows, RankPart, Wholes, four, has_pairs, with_
 from flashtile.distributed.layouts import Dealt, ranges, shard_length
@@ -176,10 +176,10 @@ def _tells_origins(spec: Spec, t: Tensors) -> bool:
     return t.alibi_slopes is not None or spec.options.dropout_p > 0
 
 
-def _lines(spec: Spec, problem: Problem) -> tuple[Line, Line]:
+def _lines(spec: Spec, problem: Problem) -> tuple[RankLine, RankLine]:
     """The ranks that exchange heads, and the ranks of the ring."""
     ring, ulysses = spec.ranks.ring, spec.ranks.ulysses
-    alone = Line(None, 0, (ring.members[ring.rank],))
+    alone = RankLine(None, 0, (ring.members[ring.rank],))
     if chosen(spec, problem) != "ulysses":
         is_uneven = spec.comm == "auto" and _is_line(spec) and problem.num_heads_q % ulysses.size
         return (alone, ulysses) if is_uneven else (ulysses, ring)
@@ -194,7 +194,7 @@ def _is_line(spec: Spec) -> bool:
     return spec.ranks.ring.size == 1 and isinstance(spec.layout, str)
 
 
-def _repeats(problem: Problem, heads: Line) -> int:
+def _repeats(problem: Problem, heads: RankLine) -> int:
     """How many copies of each key head are sent, so that the ranks that exchange heads divide the copies evenly."""
     return heads.size // math.gcd(problem.num_heads_kv, heads.size)
 
@@ -223,7 +223,7 @@ def chosen(spec: Spec, problem: Problem) -> str:
     return "ring" if is_hidden or around <= across else "ulysses"
 
 
-def _messages(spec: Spec, ring: Line, problem: Problem, heads: int, keys: int, q: Tensor) -> Messages | Copies:
+def _messages(spec: Spec, ring: RankLine, problem: Problem, heads: int, keys: int, q: Tensor) -> Messages | Copies:
     """Copy engines, for shards of ``keys`` keys. If memory cannot be mapped, the process group, with a warning.
 
     Raises:
@@ -290,7 +290,7 @@ class RingKind:
         self._steps = Steps(plan, ring, spec.options, part, t.q.device, messages, most, share, self._repeats == 1)
 
     def _exchange(
-        self, heads: Line, ring: Line, lengths: tuple[int, ...], batch: int, device: torch.device
+        self, heads: RankLine, ring: RankLine, lengths: tuple[int, ...], batch: int, device: torch.device
     ) -> HeadExchange:
         ranks, layout = self.spec.ranks, self.spec.layout
         if heads is ranks.ring:

@@ -14,7 +14,7 @@ from flashtile.call.backend import Backward, Chain, Forward, Gradients
 from flashtile.call.problem import Problem
 from flashtile.core.states import Partial, in_parts
 from flashtile.distributed.calls import RingCall
-from flashtile.distributed.plan import Plan
+from flashtile.distributed.plan import RingPlan
 from flashtile.distributed.ring import OwnShare, RingStep
 from flashtile.ops import dispatch
 from flashtile.ops import operators as ops
@@ -316,7 +316,7 @@ class Stage(NamedTuple):
     launches: list[CallPlan]
 
 
-def stages_of(plan: Plan, launches_of: Callable[[RingStep], list[CallPlan]]) -> list[Stage]:
+def stages_of(plan: RingPlan, launches_of: Callable[[RingStep], list[CallPlan]]) -> list[Stage]:
     """The stages of a plan, in order. The first runs step 0."""
     steps = {step.number: step for step in plan.steps}
     after = {step.number + 1 for step in plan.steps if step.sums_to is not None or step.sums_back is not None}

@@ -28,7 +28,7 @@ from flashtile.distributed.ring import Own, RankRing, RingStep, Send, Spans, cou
 
 
 @dataclass(frozen=True)
-class Plan:
+class RingPlan:
     """All steps of a rank.
 
     Attributes:
@@ -67,7 +67,7 @@ def make_plan(
     lag: int = 2,
     whole: bool = False,
     intervals: Kept | None = None,
-) -> Plan:
+) -> RingPlan:
     """The plan of one rank. It is cached: the same arguments give the same object.
 
     Args:
@@ -108,7 +108,7 @@ def make_plan(
         if number == 0 or calls or step.sends or step.sums_back is not None:
             steps.append(step)
     own = own_of(ring, rank, batch, steps)
-    return Plan(world, rank, rows * batch, ring.keys(rank) * batch, tuple(steps), own)
+    return RingPlan(world, rank, rows * batch, ring.keys(rank) * batch, tuple(steps), own)
 
 
 def _of_batch(spans: Spans, rows: int, batch: int) -> Spans:

@@ -21,9 +21,9 @@ from flashtile.call.arguments import Options, Tensors
 from flashtile.call.backend import Chain, Gradients
 from flashtile.distributed.calls import RingCall, in_two, of_first_rows
 from flashtile.distributed.copies import Copies
-from flashtile.distributed.exchange import Line, Messages, Parcel, gather, scatter_sums
+from flashtile.distributed.exchange import Messages, Parcel, RankLine, gather, scatter_sums
 from flashtile.distributed.launches import CallPlan, Keys, OfRows, RankPart, Running, Stage, some_of, stages_of, wide
-from flashtile.distributed.plan import Plan
+from flashtile.distributed.plan import RingPlan
 from flashtile.distributed.ring import OwnShare, RingStep, Spans
 from flashtile.distributed.sums import NO_SUMS, Sums, add, parcels, rounded
 
@@ -46,8 +46,8 @@ class Steps:
 
     def __init__(
         self,
-        plan: Plan,
-        line: Line,
+        plan: RingPlan,
+        line: RankLine,
         options: Options,
         part: RankPart,
         device: torch.device,

@@ -173,15 +173,13 @@ def test_programs_share_the_heads_of_a_group(
 ) -> None:
     """Their last one may have fewer heads than the others; the next call is planned anew."""
     monkeypatch.setattr(backward, "PROGRAMS", programs)
-    kept.kinds.clear()
-    kept.families.clear()
+    kept.kept.clear()
     call = build(
         Case("shared", heads=6, kv_heads=1, lengths=lengths, spare=3 * bool(lengths), causal=True), torch.float32
     )
     assert gqa_splits(call.problem) == shares
     judge(call, "portable")
-    kept.kinds.clear()
-    kept.families.clear()
+    kept.kept.clear()
 
 
 @pytest.mark.parametrize("columns", [24, 25])
@@ -209,16 +207,17 @@ MANY_LENGTHS = (
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", MANY_LENGTHS, ids=str)
 @pytest.mark.parametrize("kind", TILES)
-def test_many_lengths_of_one_family(kind: str, case: Case) -> None:
-    """All but lengths is laid out once for a family."""
-    kept.kinds, kept.families = OrderedDict(), OrderedDict()
-    with trial(**TILES[kind]):
+def test_many_lengths_of_one_class(kind: str, case: Case) -> None:
+    """All but lengths is laid out once for a class of shapes."""
+    seen: OrderedDict[tuple[object, ...], object] = OrderedDict()
+    with kept.own_plans(seen), trial(**TILES[kind]):
         for n, (seqlen_q, seqlen_k) in enumerate(((9, 73), (40, 80), (1, 70), (73, 0))):
             sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": n + 1}
             if case.name == "varlen":
                 sizes = {"lengths": ((seqlen_q, seqlen_k), (7, 12), (0, n))[: n % 3 + 1], "batch": n % 3 + 1}
             judge(build(dataclasses.replace(case, **sizes), torch.float32), "portable")
-    assert len(kept.families) == 1 and len(kept.kinds) == 4
+    classes = [x for x in seen.values() if isinstance(x, kept.ShapeClass)]
+    assert len(classes) == 1 and len(seen) == 1 + 4
 
 
 @pytest.mark.parametrize("causal", [False, True])

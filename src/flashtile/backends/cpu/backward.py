@@ -12,7 +12,7 @@ from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu import forward as cpu_forward
 from flashtile.backends.cpu.order import order_of
 from flashtile.backends.cpu.paths import Path, are_large, kernel_fits, paths
-from flashtile.backends.cpu.plan import DenseSequences, Kind, Rectangle
+from flashtile.backends.cpu.plan import DenseSequences, KeptPairs, Rectangle
 from flashtile.call.backend import Gradients
 from flashtile.call.functions import score_function
 from flashtile.call.problem import Problem, Tensors
@@ -171,7 +171,7 @@ def _kernel_shares(
     are converted first. On a processor without matrix instructions for bfloat16 that is also faster.
     """
     span = slice(*rectangle.rows)
-    triangle = rectangle.kind is Kind.TRIANGLE and not seq.has_tile_bias
+    triangle = rectangle.kind is KeptPairs.TRIANGLE and not seq.has_tile_bias
     bias = None if triangle else plan.tile_bias(problem, seq, rectangle, problem.lse_dtype)
     q, k, v = tiles.operands(problem, seq, rectangle)
     out, dout = (x[:, :, span].to(q.dtype) for x in (rows.out, rows.dout))

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtile.backends.cpu import flash, plan, tiles
 from flashtile.backends.cpu.order import order_of
 from flashtile.backends.cpu.paths import Path, adds_tiles, are_large, kernel_fits, paths
-from flashtile.backends.cpu.plan import DenseSequences, Kind, Rectangle
+from flashtile.backends.cpu.plan import DenseSequences, KeptPairs, Rectangle
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core import states
 from flashtile.core.states import Partial
@@ -95,7 +95,7 @@ def _row_block(problem: Problem, tensors: Tensors, path: Path, block: list[Recta
 
 def _kernel_state(problem: Problem, seq: DenseSequences, rectangle: Rectangle) -> State:
     rows, keys = slice(*rectangle.rows), slice(*rectangle.keys)
-    triangle = rectangle.kind is Kind.TRIANGLE and not seq.has_tile_bias
+    triangle = rectangle.kind is KeptPairs.TRIANGLE and not seq.has_tile_bias
     bias = None if triangle else plan.tile_bias(problem, seq, rectangle, flash.bias_dtype(problem.dtype))
     q, k, v = seq.q[:, :, rows], seq.k[:, :, keys], seq.v[:, :, keys]
     has_empty_rows = bias is not None and plan.has_empty_rows(problem, seq, rectangle)

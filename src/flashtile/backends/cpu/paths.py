@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import plan
-from flashtile.backends.cpu.plan import DenseSequences, Kind, Rectangle
+from flashtile.backends.cpu.plan import DenseSequences, KeptPairs, Rectangle
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Band
 
@@ -146,4 +146,4 @@ def _hides_nan(blocks: list[list[Rectangle]], added: bool) -> bool:
     """
     rectangles = [rectangle for block in blocks for rectangle in block]
     few_keys = any(r.keys[1] - r.keys[0] < FEW_KEYS for r in rectangles)
-    return few_keys or (not added and any(r.kind is Kind.EDGE for r in rectangles))
+    return few_keys or (not added and any(r.kind is KeptPairs.EDGE for r in rectangles))

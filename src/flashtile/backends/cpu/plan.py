@@ -31,7 +31,7 @@ SHORTEST_ROWS = 32
 TILE_KEYS, TILE_NUMBERS = 512, 2**20
 
 
-class Kind(Enum):
+class KeptPairs(Enum):
     """The pairs of a rectangle that the band keeps: all, the lower triangle, or others."""
 
     FULL = "full"
@@ -48,7 +48,7 @@ class Rectangle:
 
     rows: tuple[int, int]
     keys: tuple[int, int]
-    kind: Kind
+    kind: KeptPairs
 
 
 def blocks_of(band: Band, seq: DenseSequences, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
@@ -100,11 +100,11 @@ def _without_left_bound(band: Band, start: int, stop: int, seqlen_q: int, seqlen
     _, full = band.all_keys(start, stop, seqlen_q, seqlen_k)
     _, end = band.any_keys(start, stop, seqlen_q, seqlen_k)
     if band.right is None or full == end:
-        return [Rectangle((start, stop), (0, end), Kind.FULL)]
+        return [Rectangle((start, stop), (0, end), KeptPairs.FULL)]
     # The first row keeps `full` keys, so the triangle begins one key earlier.
     corner = full - 1
-    triangle = Rectangle((start, stop), (corner, end), Kind.TRIANGLE)
-    return [Rectangle((start, stop), (0, corner), Kind.FULL), triangle] if corner > 0 else [triangle]
+    triangle = Rectangle((start, stop), (corner, end), KeptPairs.TRIANGLE)
+    return [Rectangle((start, stop), (0, corner), KeptPairs.FULL), triangle] if corner > 0 else [triangle]
 
 
 def _row_block(
@@ -118,7 +118,7 @@ def _row_block(
     else:
         cuts = [*range(low, high, key_step), high]
     pairs = [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
-    kinds = (Kind.FULL if full_low <= a and b <= full_high else Kind.EDGE for a, b in pairs)
+    kinds = (KeptPairs.FULL if full_low <= a and b <= full_high else KeptPairs.EDGE for a, b in pairs)
     return [Rectangle((first, last), pair, kind) for pair, kind in zip(pairs, kinds, strict=True)]
 
 
@@ -136,7 +136,7 @@ def tile_bias(
     if not seq.has_tile_bias:
         return (
             None
-            if rectangle.kind is Kind.FULL
+            if rectangle.kind is KeptPairs.FULL
             else _band_bias(problem.band, *_place(problem.band, seq, rectangle), dtype)
         )
     total: Tensor | None = None
@@ -146,7 +146,7 @@ def tile_bias(
         distance = -seq.slopes.to(dtype) * distances(seq, rectangle)
         total = distance if total is None else total + distance
     keep: Tensor | None = None
-    if rectangle.kind is not Kind.FULL:
+    if rectangle.kind is not KeptPairs.FULL:
         keep = _band_tile(problem.band, *_place(problem.band, seq, rectangle))
     for kept in selections(seq, rectangle, dtype):
         keep = kept if keep is None else keep & kept
@@ -188,7 +188,9 @@ def has_empty_rows(problem: Problem, seq: DenseSequences, rectangle: Rectangle) 
     """Whether a row of the rectangle may keep none of its keys."""
     if any(x is not None for x in (seq.mask, seq.bias, seq.row_keys, seq.key_rows, seq.mask_mod, seq.lists)):
         return True
-    return rectangle.kind is Kind.EDGE and _band_has_empty_rows(problem.band, *_place(problem.band, seq, rectangle))
+    return rectangle.kind is KeptPairs.EDGE and _band_has_empty_rows(
+        problem.band, *_place(problem.band, seq, rectangle)
+    )
 
 
 def _place(band: Band, seq: DenseSequences, rectangle: Rectangle) -> tuple[int, int, int, int]:

@@ -54,7 +54,7 @@ def _against_decode(problem: Problem, sizes: tuple[int, ...], unit: int) -> dict
 # -- forward and backward --------------------------------------------------------------------------------------------
 
 
-class _Regular(Kernel):
+class _ByBits(Kernel):
     def choose(self, problem: Problem) -> Any:
         return super().choose(module("hopper.forward.config").by_bits(problem))
 
@@ -161,10 +161,10 @@ _LATENT = "TMA and WGMMA, warp-specialised, rows of keys and values read once, {
 _WIDE = f"TMA and WGMMA, warp-specialised, {{}}; {_MERGED}"
 KERNELS = (
     SPLIT_FORWARD,
-    _Regular("big_heads", "forward", "hopper.big_heads", _TILES, _is_big),
-    _Regular("forward", "forward", "hopper.forward", _TILES),
-    _Regular("big_backward", "backward", "hopper.big_backward", _TILES, _is_big),
-    _Regular("backward", "backward", "hopper.backward", _TILES),
+    _ByBits("big_heads", "forward", "hopper.big_heads", _TILES, _is_big),
+    _ByBits("forward", "forward", "hopper.forward", _TILES),
+    _ByBits("big_backward", "backward", "hopper.big_backward", _TILES, _is_big),
+    _ByBits("backward", "backward", "hopper.backward", _TILES),
     CachedKernel(
         "latent rows", "decode", "hopper.latent", _LATENT, _is_latent, _against_latent, _reads_entries
     ),

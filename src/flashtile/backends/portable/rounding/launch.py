@@ -34,7 +34,7 @@ _ROOMY = ((9, 0), (10, 0))
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class RoundedSide:
     """The call of q, k or v.
 
     Attributes:
@@ -58,7 +58,7 @@ class Side:
     blocks: int
 
     @classmethod
-    def of(cls, name: str, given: Inputs, choices: Choices, capability: tuple[int, int] | None) -> Side:
+    def of(cls, name: str, given: Inputs, choices: Choices, capability: tuple[int, int] | None) -> RoundedSide:
         """The side of one of the tensors."""
         x, bounds = getattr(given, name), given.cu_seqlens_q if name == "q" else given.cu_seqlens_k
         batch = x.shape[0] if bounds is None else bounds.shape[0] - 1
@@ -107,7 +107,7 @@ def search_of(batch: int) -> int:
 
 def launches(given: Inputs, choices: Choices, capability: tuple[int, int] | None) -> dict[str, Launch]:
     """The kernels of a call by name, in the order in which they run."""
-    sides = [Side.of(name, given, choices, capability) for name in ("k", "q", "v")]
+    sides = [RoundedSide.of(name, given, choices, capability) for name in ("k", "q", "v")]
     made = mean_launches(sides[0]) if choices.smooth_k else {}
     for side in sides:
         if choices.scales != "block":
@@ -116,7 +116,7 @@ def launches(given: Inputs, choices: Choices, capability: tuple[int, int] | None
     return made
 
 
-def mean_launches(side: Side) -> dict[str, Launch]:
+def mean_launches(side: RoundedSide) -> dict[str, Launch]:
     """The launches that find the mean of k."""
     heads, width = side.x.shape[-2:]
     sums = Pointer(torch.float32, "sums")
@@ -136,12 +136,12 @@ def _padded(dim: int) -> int:
     return 1 << (dim - 1).bit_length()
 
 
-def _registers(side: Side) -> dict[str, int]:
+def _registers(side: RoundedSide) -> dict[str, int]:
     """The limit for a thread, up to head_dim 128: a multiprocessor then holds two programs of 8 warps, or four of 4."""
     return {"maxnreg": 128} if side.capability is not None and side.x.shape[-1] <= 128 else {}
 
 
-def block_launch(side: Side, *, finds: bool) -> Launch:
+def block_launch(side: RoundedSide, *, finds: bool) -> Launch:
     """The launch that quantises a tensor, or ``finds`` what its scales depend on."""
     heads, width, scales = *side.x.shape[-2:], side.choices.scales
     by_block = scales == "block" or (scales == "head" and side.bounds is not None)
@@ -178,7 +178,7 @@ def block_launch(side: Side, *, finds: bool) -> Launch:
     return Launch(quantize_rows, side.programs(_HEADS), arguments, options)
 
 
-def _rounding(side: Side) -> Rounding:
+def _rounding(side: RoundedSide) -> Rounding:
     # The mean is taken off after the product: rounded to tf32 before it, float32 numbers with a large mean would be
     # left with few digits. Of AMD's GPUs some have no tf32.
     precision = "ieee" if side.capability is None else "tf32x3"
@@ -191,13 +191,13 @@ def _rounding(side: Side) -> Rounding:
     return Rounding(side.choices.seed, rotate, bits, search_of(side.batch), _HEADS, stages)
 
 
-def _source(side: Side) -> Source:
+def _source(side: RoundedSide) -> Source:
     strides = side.x.stride()
     batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
     return Source(pointer(side.x, side.name), batch, row, head, side.x.shape[-2], side.x.shape[-1], side.width)
 
 
-def _angles(side: Side) -> Angles:
+def _angles(side: RoundedSide) -> Angles:
     cos, interleaved = side.given.rotary_cos, side.choices.rotary_interleaved
     if cos is None:
         return Angles(None, None, None, 0, interleaved)
@@ -234,7 +234,7 @@ class QuantizePlan(Plan):
 def _prepare(
     choices: Choices, capability: tuple[int, int] | None, given: Inputs, *_: Any
 ) -> tuple[Memory, dict[str, Launch]]:
-    q, k, v = (Side.of(name, given, choices, capability) for name in "qkv")
+    q, k, v = (RoundedSide.of(name, given, choices, capability) for name in "qkv")
     device, memory = given.q.device, Memory()
     columns = *v.x.shape[-2:], v.blocks * BLOCK
     shapes = q.x.shape, k.x.shape, columns if v.bounds is not None else (v.batch, *columns)
