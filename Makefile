@@ -73,6 +73,7 @@ check: $(VENV)/.dev
 	$(BIN)/python docs/blocks.py --types
 	$(BIN)/lint-imports
 	$(BIN)/python tools/limits.py
+	$(BIN)/python tools/english.py
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict --quiet
