@@ -98,8 +98,8 @@ def attention(
             Drawn from PyTorch's generator, so ``torch.manual_seed`` repeats it.
         deterministic: The backward returns the same bits every time. The forward always does.
         attention_chunk: c > 0: a row sees the keys of its own chunk alone, ``floor(p / c) * c <= j < floor(p / c) * c +
-            c`` with ``p = i + seqlen_k - seqlen_q``, of which ``causal`` and ``window_size`` leave some; 0 or None for
-            no chunks.
+            c`` with ``p = i + seqlen_k - seqlen_q``, and of these what ``causal`` and ``window_size`` leave; 0 or
+            None for no chunks.
         block_mask: Intervals of keys for each row, or of rows for each key: what ``flashtile.masks`` makes, e.g.
             ``flashtile.masks.documents(ids)``. Keys that no row of a block keeps are not visited. Or lists of blocks,
             ``flashtile.create_block_mask`` or PyTorch's ``BlockMask``, with the function that they were made of: blocks
@@ -159,7 +159,7 @@ def attention(
 
 
 _NO_GRADS, _is_compiling = Grads(), torch.compiler.is_compiling
-# Of ``keywords.Masked`` what a call without block_mask has.
+# The first fields of ``keywords.Masked`` in a call without block_mask.
 _NOT_MASKED: tuple[dict[str, Tensor | None], bool, tuple[int, ...]] = ({}, False, ())
 # The options of a call without dropout, and the keywords that they were read from.
 _last: tuple[Any, ...] = (Options(), object(), *[None] * 7)
@@ -224,7 +224,7 @@ def attention_varlen(
 
     A ``Quantized`` of packed sequences in place of q, k and v has its own cu_seqlens and longest lengths.
 
-    The keywords are those of ``attention``; causal, window_size, attention_chunk and alibi_slopes use each sequence's
+    The keywords are ``attention``'s; causal, window_size, attention_chunk and alibi_slopes use each sequence's
     own lengths, and each uses the first rows and keys of block_mask, and the top left corner of attn_mask and attn_bias
     ``(batch, num_heads_q, max_seqlen_q, max_seqlen_k)``. To score_mod and mask_mod q_idx and kv_idx count from the
     sequence's own first row and key, and b is the sequence.

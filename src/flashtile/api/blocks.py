@@ -49,7 +49,7 @@ def create_block_mask(
         H: The same of query heads.
         Q_LEN: Rows.
         KV_LEN: Keys.
-        device: Where; by default that of a tensor that the function captures, or else the GPU if there is one.
+        device: Where; by default the device of a tensor that the function captures, or else the GPU if there is one.
         BLOCK_SIZE: Rows and keys of a block, or one number for both. Kernels' tiles are no larger.
 
     Returns:

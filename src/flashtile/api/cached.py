@@ -122,9 +122,9 @@ def attention_with_kvcache(
         softcap: c > 0 replaces the scaled scores by ``c * tanh(scores / c)``.
         alibi_slopes: ``(num_heads_q,)`` or ``(batch, num_heads_q)`` float32; adds ``-slope * |i + L - seqlen_q - j|``.
         sinks: ``(num_heads_q,)``: a logit per head that joins each row's denominator, without a value.
-        tree_mask: ``(batch, T, T)`` bool or ``(batch, T)`` int64 with bit u for key u, T up to 64: the T queries, whose
-            keys are the last T, are a tree of drafts. A row sees all keys before them and of theirs those that it
-            marks: its ancestors' and its own; rotary, windows and ALiBi go by depth, the number of ancestors. Of n < T
+        tree_mask: ``(batch, T, T)`` bool or ``(batch, T)`` int64 with bit u for key u, T up to 64: the T queries are
+            a tree of drafts and have the last T keys. A row sees all keys before these and, of these, the keys that it
+            marks: its ancestors' and its own; rotary, windows and ALiBi go by depth, the number of ancestors. For n < T
             packed queries the first n rows and columns count; more than T are no tree. Goes with causal.
         slot_mapping: Like k without heads, ``(batch, seqlen_new)`` or packed ``(total_new,)``, int64 or int32: the slot
             at which each new key and value is written, in place of its position: row ``slot % page_size`` of page

@@ -149,7 +149,7 @@ class Masked(NamedTuple):
     """What the keyword block_mask becomes.
 
     Attributes:
-        tensors: Of ``Tensors``, by name.
+        tensors: Fields of ``Tensors``, by name.
         mirrored: See ``Options``.
         listed: See there.
         mask_mod: The mask's function, if it has one, or the call's.
@@ -162,12 +162,12 @@ class Masked(NamedTuple):
 
 
 def masked_by(block_mask: object, mask_mod: Callable[..., Any] | None, q: object = None, k: object = None) -> Masked:
-    """What block_mask becomes beside a call's mask_mod, of which a list needs none.
+    """What block_mask becomes beside a call's mask_mod; a list needs no mask_mod.
 
     Args:
         block_mask: The keyword.
         mask_mod: The keyword.
-        q: Of a dense call, for whose lengths a list must be made.
+        q: A dense call's; a list must be made for the lengths of q and k.
         k: Likewise.
 
     Raises:
@@ -253,11 +253,11 @@ def with_functions(
     mask_mod: Callable[..., Any] | None,
     softcap: object,
 ) -> Functions:
-    """The functions of a call, of which t gets what they read."""
+    """The functions of a call; t gets what they read."""
     from flashtile.call.functions import functions_of  # what few programs need is not loaded by all
 
-    # Of packed sequences whose lengths may differ from those of their keys, and of a cache's, no band is known for all.
-    # A list's full blocks are kept whatever its function says, so of a list's no band is taken.
+    # Where packed sequences may have other lengths than their keys, and in a cache, no band is known for all.
+    # A list's full blocks are kept whatever its function says, so no band is taken from that function.
     has_shift = isinstance(t, Tensors) and t.cu_seqlens_q is t.cu_seqlens_k and t.row_blocks is None
     has_shift = has_shift and shift_of(t) is not None  # type: ignore[arg-type]
     found = functions_of(score_mod, mask_mod, t, softcap, has_shift)

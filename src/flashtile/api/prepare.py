@@ -35,10 +35,10 @@ def explain(
 ) -> str:
     """Says which backend and tiles a call would run with, and why the other backends would not.
 
-    Takes the arguments of ``attention``, or with cu_seqlens those of ``attention_varlen``, and raises the same errors;
-    with k_cache, v_cache and cache_seqlens by name, those of ``attention_with_kvcache``. causal is that function's own
-    default, unless given. Nothing is computed. Tensors on the meta device give results of the right shapes in a call,
-    from no backend, and it says so.
+    Takes ``attention``'s arguments, or with cu_seqlens ``attention_varlen``'s, and raises the same errors; with
+    k_cache, v_cache and cache_seqlens by name, ``attention_with_kvcache``'s. causal is that function's own default,
+    unless given. Nothing is computed. Tensors on the meta device give results of the right shapes in a call, from no
+    backend, and it says so.
 
     On a GPU it also says of each kernel whether this process has it, an archive has it or it will be compiled, and what
     this process has loaded and compiled so far: docs/kernels-ahead.md.

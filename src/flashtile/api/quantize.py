@@ -55,20 +55,20 @@ def quantize(
         scales: What one scale is for: ``"block"``, 128 rows of a head; ``"head"``, a head of a sequence; ``"tensor"``.
         rotate: Rotate q and k by random signs and a Hadamard matrix over head_dim, which leaves q k^T as it is and
             spreads what is large in few features over all of them.
-        smooth_k: Take the mean of its keys off each sequence's k, which softmax does not see; of more than 1,024 that
-            of as many, spread evenly. Not for a call with a softcap, whose scores would no longer differ by a constant
-            from the true ones.
+        smooth_k: Take the mean of its keys off each sequence's k, which softmax does not see; where there are more than
+            1,024, the mean of 1,024, spread evenly. Not for a call with a softcap: its scores would no longer differ by
+            a constant from the true ones.
         cu_seqlens_q: ``(batch + 1,)`` int32 if the sequences are packed: b has rows ``cu_seqlens_q[b]`` to
             ``cu_seqlens_q[b + 1]``.
         cu_seqlens_k: The same for k and v.
         max_seqlen_q: The longest packed queries, if known.
         max_seqlen_k: The longest packed keys, if known.
         rotary_cos: ``(seqlen_rotary, rotary_dim / 2)``, float32 or q's dtype: rotates key j by the angles of position
-            j and query i by those of ``i + seqlen_k - seqlen_q``, each counted in its own sequence. Features from
+            j and query i by the angles of ``i + seqlen_k - seqlen_q``, each counted in its own sequence. Features from
             rotary_dim on are unchanged, and so are rows at positions that it does not have.
         rotary_sin: Like rotary_cos.
         rotary_interleaved: Rotates pairs of features (2i, 2i + 1); otherwise ``(i, i + rotary_dim / 2)``.
-        seed: Of the random signs.
+        seed: The seed of the random signs.
         out_scale: float32 ``(1,)``: the output of calls with the record is divided by it and rounded to 8 bits (e4m3),
             what is past 448 to 448, as a next layer in 8 bits takes it.
 

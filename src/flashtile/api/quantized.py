@@ -1,7 +1,7 @@
-"""Calls of the public functions in 8 bits: those of a ``Quantized``, and those with ``precision="fp8"``.
+"""Calls of the public functions in 8 bits: calls of a ``Quantized``, and calls with ``precision="fp8"``.
 
-The gradients of the latter are a straight-through estimator's: those of attention in 16 bits at the numbers to which q,
-k and v were rounded, with probabilities ``exp(score - lse)`` from the 8-bit forward's lse. Scores of q and k themselves
+The gradients of the latter are a straight-through estimator's: attention's in 16 bits at the numbers to which q, k and
+v were rounded, with probabilities ``exp(score - lse)`` from the 8-bit forward's lse. Scores of q and k themselves
 would not go with that lse: the probabilities of a row would not add up to 1, and training diverges. It saves no time.
 """
 
@@ -47,7 +47,7 @@ def attend(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
     tensors, options = read(given, asked)
     if any(options.grads) and not isinstance(given.q, Quantized):
         if not torch.compiler.is_compiling():
-            # A call whose backward cannot run is refused now.
+            # A call is refused now if its backward cannot run.
             dispatch.select(Problem.of(tensors, options), "backward", options.backend)
         out, lse, *_ = _StraightThrough.apply(options, *arguments.tensor_values(tensors))
     else:
@@ -56,7 +56,7 @@ def attend(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
-    """Checks a call; returns its tensors, those of a ``Quantized`` as they lie in it, and its options."""
+    """Checks a call; returns its tensors, a ``Quantized``'s as they lie in it, and its options."""
     if asked.precision not in (None, "fp8"):
         raise InvalidInputError("precision", f"is {shown(asked.precision)}, must be 'fp8' or None")
     tensors, lengths = given, asked.lengths

@@ -57,15 +57,15 @@ def supports(
     """Says whether ``attention_with_kvcache`` runs packed calls of a kind, and with which backend.
 
     Args:
-        head_dim: That of queries and keys.
-        head_dim_v: That of values, head_dim by default.
-        dtype: That of the queries.
-        cache_dtype: That of the cache, dtype by default.
+        head_dim: Width of queries and keys.
+        head_dim_v: Width of values, head_dim by default.
+        dtype: The queries' dtype.
+        cache_dtype: The cache's dtype, dtype by default.
         page_size: Rows of a page; 0 for a cache without pages.
         besides: What else the calls have, of "window_size", "attention_chunk", "softcap", "alibi_slopes", "sinks",
             "causal" (by sequence), "tree_mask" and "slot_mapping".
         device: Where they would run.
-        compute_capability: The GPU's, such as ``(9, 0)``; by default that of ``device``.
+        compute_capability: The GPU's, such as ``(9, 0)``; by default ``device``'s.
 
     Returns:
         The answer, which is true or false and holds the reasons.
