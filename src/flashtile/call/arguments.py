@@ -1,6 +1,6 @@
 """The table of a call's arguments, from which checks, schema and gradients are derived.
 
-``Tensors`` and ``Options`` hold a call; those of a cached call are in ``cached_arguments``. The ``Argument`` of each
+``Tensors`` and ``Options`` hold a call; a cached call's are in ``cached_arguments``. The ``Argument`` of each
 field describes its allowed values; the checks, the operators' schema and the list of gradients are read from there. To
 add an argument, add a field here and name it in the public signatures.
 """
@@ -30,7 +30,7 @@ FLOAT8 = torch.float8_e4m3fn
 FLOAT32, INT32 = ((torch.float32,), "float32"), ((torch.int32,), "int32")
 _BOOL, _INT64 = ((torch.bool,), "bool; attn_bias takes floats"), ((torch.int64,), "int64")
 
-# Kernels get numbers as float32, here without those of fewer digits, and lengths as int32.
+# Kernels get numbers as float32, here without subnormal ones, and lengths as int32.
 _SMALLEST, _GREATEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _LONGEST = torch.iinfo(torch.int32).max
 
@@ -160,14 +160,14 @@ class Tensors:
     cu_seqlens_q: Annotated[Tensor | None, Argument("Bounds of packed queries.", "batch+1", INT32)] = None
     cu_seqlens_k: Annotated[Tensor | None, Argument("Bounds of packed keys.", "batch+1", INT32)] = None
     rng_state: Annotated[Tensor | None, Argument("Philox seed and offset.", "numbers", _INT64, "any")] = None
-    # Of ``flashtile.masks.Intervals``.
+    # From ``flashtile.masks.Intervals``.
     row_keys: Annotated[
         Tensor | None, Argument("Keys of each row.", _ROW_KEYS, INT32, broadcasts=True, keyword="block_mask")
     ] = None
     key_rows: Annotated[
         Tensor | None, Argument("Rows of each key.", _KEY_ROWS, INT32, broadcasts=True, keyword="block_mask")
     ] = None
-    # Of ``mods.block_mask.BlockMask``.
+    # From ``mods.block_mask.BlockMask``.
     row_blocks: Annotated[
         Tensor | None, Argument("Lists by rows.", _ROW_BLOCKS, INT32, broadcasts=True, keyword="block_mask")
     ] = None
@@ -182,7 +182,7 @@ class Tensors:
     )
     # No public function takes them: ``core.masks.Origin``.
     origins: Annotated[Tensor | None, Argument("Parts of sequences.", "batch origin", INT32)] = None
-    # Of ``Options.mods``, one mod's after the other's: ``mods.record``.
+    # For ``Options.mods``, one mod's after the other's: ``mods.record``.
     operands: Annotated[tuple[Tensor, ...] | None, Argument("What mods read.", layout="any", schema="Tensor[]?")] = None
     numbers: Annotated[tuple[float, ...] | None, Argument("Numbers of mods.", layout="any", schema="float[]?")] = None
 
@@ -416,7 +416,7 @@ def given(record: object, rows: Mapping[str, Argument]) -> list[tuple[str, Argum
 
 
 def check_tensor(name: str, tensor: object, must: str = "a torch.Tensor") -> None:
-    """Refuses what is no tensor or has no strides: nested and sparse tensors, and those of other libraries' layouts.
+    """Refuses what is no tensor or has no strides: nested and sparse tensors, and tensors in other libraries' layouts.
 
     Raises:
         InvalidInputError: Naming the argument.

@@ -164,9 +164,9 @@ _MOST_HEADS, _FEW_ROWS = 128, 128
 
 
 def warned_of_heads_first(shape: tuple[int, ...], of_k: tuple[int, ...]) -> bool:
-    """Warns of a dense call whose heads seem to come before its rows, and returns whether it did.
+    """Warns of a dense call if its heads seem to come before its rows, and returns whether it did.
 
-    Of sizes that are numbers: no guard of a traced call may follow from a warning.
+    It looks at sizes that are numbers alone: no guard of a traced call may follow from a warning.
     """
     if any(type(n) is not int for n in (*shape[1:3], of_k[1])):
         return False

@@ -21,7 +21,7 @@ from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_call import QuantizedTensors
 from flashtile.core.states import Partial
 
-# decode: cached calls, those of ``attention_with_kvcache``, whatever the number of their queries.
+# decode: cached calls (``attention_with_kvcache``), whatever the number of their queries.
 # quantized: the forward of a ``flashtile.Quantized``.
 Direction = Literal["forward", "backward", "decode", "quantized"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "decode", "quantized")
@@ -46,7 +46,7 @@ class Feature:
         name: Its name in ``Capabilities.features``.
         label: Its name in refusals and in the support table.
         used: Whether a problem needs it.
-        directions: Those whose calls can use it.
+        directions: Directions with calls that can use it.
     """
 
     name: str
@@ -179,9 +179,9 @@ class Capabilities:
 class Gradients:
     """The result of a backward: gradients in the shapes of their inputs. frozen=True would cost 2 us.
 
-    dq, dk and dv are in ``problem.grad_dtype``, that of q or float32 (float64 for float64 inputs), the others in the
-    dtypes of their inputs. doperands are those of ``Tensors.operands``, or empty. Each is None where ``problem.grads``
-    does not request it; a backend may compute more than was requested.
+    dq, dk and dv are in ``problem.grad_dtype``, q's dtype or float32 (float64 for float64 inputs), the others in the
+    dtypes of their inputs. doperands has one for each of ``Tensors.operands``, or is empty. Each is None where
+    ``problem.grads`` does not request it; a backend may compute more than was requested.
     """
 
     dq: Tensor | None = None
@@ -201,8 +201,8 @@ class Forward(Protocol):
     Returns:
         out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``, in
             ``problem.out_dtype``, q's or float32, contiguous.
-        lse: ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys. Of a
-            problem with ``large_scores`` in parts, as ``core.states.in_parts`` makes them; a partial's too.
+        lse: ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys. A
+            problem with ``large_scores`` has it in parts, as ``core.states.in_parts`` makes them; a partial's too.
     """
 
     def __call__(
@@ -214,11 +214,11 @@ class Forward(Protocol):
 class Backward(Protocol):
     """The plan of a backward: computes gradients from the forward's tensors and results, of any backend.
 
-    out and lse are those of all keys of the rows, also where the call has some of them: then what it computes is
+    out and lse are results over all keys of the rows, also where the call has some of them: then what it computes is
     these keys' share of dq, and all of their dk and dv. out and dout are in q's dtype; dlse is None for zero. lse has
     the shape in which the forward returns it, dlse never the dimension of its parts.
 
-    A plan of a problem whose ``grad_dtype`` is that of lse takes ``sums``: dq, dk and dv in that dtype, contiguous, on
+    A plan takes ``sums`` if ``problem.grad_dtype`` is lse's dtype: dq, dk and dv in that dtype, contiguous, on
     16 bytes, those that ``problem.grads`` requests. It adds to them in place and returns them. Every element is added
     to once and by nobody else, so the result is as repeatable as without. dbias and dsinks are never added to.
     """
@@ -240,7 +240,7 @@ class Chain:
     """What backwards over other keys of the same packed rows share, each a call of ``in_chain`` of its own plan.
 
     That takes what ``Backward`` takes and the chain, of a backend with ``Capabilities.chain_rows``. Sums are of dk and
-    dv alone; dq is None but for the last call, which returns that of all of them in q's dtype. A call with ``heads``,
+    dv alone; dq is None but for the last call, which returns dq of all calls in q's dtype. A call with ``heads``,
     the first of some key heads and the end of them, writes theirs into the sums, which are new if there are none.
 
     Attributes:
@@ -259,8 +259,8 @@ class Chain:
 Decode = Callable[[CacheTensors], Tensor]
 
 # The plan of a quantized call: returns out and lse as ``Forward`` does, out in ``problem.out_dtype``. All tensors are
-# contiguous; strides of the scales, 0 where one scale serves several blocks, heads or sequences, are those of
-# ``quantized_call.scale_strides``.
+# contiguous; ``quantized_call.scale_strides`` gives the scales' strides, 0 where one scale serves several blocks, heads
+# or sequences.
 QuantizedForward = Callable[[QuantizedTensors], tuple[Tensor, Tensor]]
 
 # What ``Backend.plan`` returns: one of the four above.
@@ -317,10 +317,10 @@ class Backend(Protocol):
         """The plan of a direction of this problem: a ``Forward``, ``Backward``, ``Decode`` or ``QuantizedForward``.
 
         Args:
-            direction: One of which the backend has ``capabilities``.
+            direction: One that the backend has ``capabilities`` for.
             problem: A call that these capabilities cover.
             like: Tensors of the layouts that the plan will get.
-            given: Of a backward dout and dlse, None for zero, in the layouts that it will get, which may be any.
+            given: A backward's dout and dlse, None for zero, in the layouts that it will get, which may be any.
         """
 
     def builds(self, problem: Problem, tensors: Tensors, direction: Direction) -> list[Build]:

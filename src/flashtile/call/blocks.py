@@ -1,6 +1,6 @@
 """Where the blocks of 128 rows of each sequence lie, and the order of keys in V, in plain PyTorch.
 
-A packed tensor of ``total`` rows in ``batch`` sequences has ``total // BLOCK + batch`` blocks. Those of sequence b
+A packed tensor of ``total`` rows in ``batch`` sequences has ``total // BLOCK + batch`` blocks. Sequence b's blocks
 begin at ``cu_seqlens[b] // BLOCK + b``: there is room for each one's last, shorter block, and no lengths are summed.
 """
 
@@ -51,7 +51,7 @@ def _rows_of_blocks(bounds: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _places_of_rows(bounds: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The place of each row among those of all blocks, and whether it has one."""
+    """The place of each row among the places of all blocks, and whether it has one."""
     sequence, exists = sequence_of_rows(bounds, rows)
     start = bounds.long()[sequence]
     return (start // BLOCK + sequence) * BLOCK + torch.arange(rows, device=bounds.device) - start, exists

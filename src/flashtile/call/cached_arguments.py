@@ -1,7 +1,7 @@
 """The table of a cached call's arguments, in the rows of ``flashtile.call.arguments``; and the words of draft trees.
 
-A word of 64 bits is a row of a tree: bit u says whether it sees draft key u. It sees itself and its ancestors, whose
-number is its depth; it stands that much after the keys before the drafts, whatever its index.
+A word of 64 bits is a row of a tree: bit u says whether it sees draft key u. It sees itself and its ancestors. Its
+depth is the number of its ancestors; it stands that much after the keys before the drafts, whatever its index.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BY_POSITION = Argument("Rotations.", "seqlen_rotary rotary_dim/2", FLOAT32, "ro
 class CacheTensors:
     """The tensors of one cached call; absent ones are None. Treat it as immutable.
 
-    The names of the caches' axes are those of a call without pages: with page_table or page_indices they are ``pages
+    The names of the caches' axes are for a call without pages: with page_table or page_indices they are ``pages
     page_size`` in place of ``entries capacity``. New keys are packed if cu_seqlens_k_new is given.
     """
 
@@ -114,7 +114,7 @@ read = arguments.reader(CacheOptions)
 
 
 def first_of(intervals: Tensor | None, b: int, length: int) -> Tensor | None:
-    """Sequence b's intervals of its first elements; those of what a mask is too short for are empty."""
+    """Sequence b's intervals of its first elements; elements that a mask is too short for have empty ones."""
     if intervals is None:
         return None
     given = intervals if intervals.shape[0] == 1 else intervals[b : b + 1]
@@ -152,7 +152,7 @@ def tree_pairs(words: Tensor, rows: int) -> Tensor:
 
 
 def check_tree(name: str, words: Tensor, rows: int, sequence: int) -> None:
-    """Refuses words ``(T,)`` whose first rows are no tree: a row that does not see itself, a cycle, or a gap.
+    """Refuses words ``(T,)`` if their first rows are no tree: a row that does not see itself, a cycle, or a gap.
 
     Raises:
         InvalidInputError: Naming the first row that is wrong.

@@ -218,7 +218,7 @@ def check_apart(t: CacheTensors) -> None:
 def check_values(problem: Problem, tensors: CacheTensors) -> None:
     """Checks that caches are two, and what index tensors hold: lengths, padding, entries, pages, positions and bounds.
 
-    No two new keys may be written to one row. Entries and pages that are only read may be those of many sequences.
+    No two new keys may be written to one row. Many sequences may share entries and pages that are only read.
 
     On a GPU this waits for the device, so callers run it only when ``FLASHTILE_CHECK`` is set.
 
@@ -231,7 +231,7 @@ def check_values(problem: Problem, tensors: CacheTensors) -> None:
     lengths, new = lengths_of(t, batch)
     pages = pages_of(t) if problem.page_size else []
     for b, length in enumerate(lengths):
-        # Of sequences in a ragged list each has its own.
+        # Each sequence of a ragged list has its own room.
         room = capacity if t.page_indptr is None else min(capacity, len(pages[b]) * problem.page_size)
         if length + new[b] > room:
             more = f" and {new[b]} new keys do" if new[b] else " does"
@@ -347,9 +347,9 @@ def _check_slots(t: CacheTensors) -> None:
 
 
 def _check_new_rows(name: str, size: int, places: list[list[int]], lengths: list[int], new: list[int]) -> None:
-    """Refuses two new keys in one row, of which one would be lost.
+    """Refuses two new keys in one row: one would be lost.
 
-    ``places`` are the entries or pages, of ``size`` rows, of each sequence from that of its first new key on.
+    ``places`` are each sequence's entries or pages, of ``size`` rows, from its first new key's on.
     """
     spans = defaultdict[int, list[tuple[int, int, int]]](list)
     for b, (length, count) in enumerate(zip(lengths, new, strict=True)):

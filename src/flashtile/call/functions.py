@@ -71,7 +71,7 @@ def functions_of(
 
     Raises:
         InvalidInputError: Naming the function that is no mod.
-        UnsupportedError: The tensors are DTensors, whose shards do not know which heads they are.
+        UnsupportedError: The tensors are DTensors: their shards do not know which heads they are.
     """
     if hasattr(t.q, "placements"):
         raise UnsupportedError("score_mod and mask_mod: not for DTensors; call attention on local tensors")

@@ -1,8 +1,8 @@
-"""Cached calls whose values are the first columns of their keys: a latent row a key, which is read once.
+"""Cached calls with the first columns of their keys as values: a latent row a key, which is read once.
 
-Scores of such a call are those of the queries' first columns, ``qv``, with the values, plus those of the other columns
-with the keys' others. So the call becomes one whose keys are these other columns; tensors are views, nothing is copied.
-That is also what FlashAttention-3 takes as qv, whose keys and values may be apart.
+Scores of such a call are products of the queries' first columns, ``qv``, with the values, plus products of the other
+columns with the keys' others. So the call becomes one with these other columns as keys; tensors are views, nothing is
+copied. FlashAttention-3 takes this too, as qv; there keys and values may be apart.
 
 A row of 656 bytes is FlashMLA's: 512 e4m3 numbers, a float32 scale of each 128 of them, and 64 bfloat16 numbers, which
 are the keys' other columns.
@@ -19,7 +19,7 @@ from flashtile.call.arguments import FLOAT8, check_tensor
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.core.errors import InvalidInputError
 
-# Of a row in 8 bits, in FlashMLA's form: bytes, and columns of values and of others.
+# A row in 8 bits, in FlashMLA's form: its bytes, and its columns of values and of others.
 ROW_BYTES, _VALUES, _OTHERS = 656, 512, 64
 
 
@@ -31,7 +31,7 @@ def has_eight_bit_rows(t: CacheTensors) -> bool:
 
 
 def of_eight_bit_rows(t: CacheTensors) -> CacheTensors:
-    """The call of rows of 656 bytes, whose parts are views.
+    """The call of rows of 656 bytes; their parts are views.
 
     Raises:
         InvalidInputError: Naming the argument that does not go with such rows.
@@ -60,7 +60,7 @@ def of_eight_bit_rows(t: CacheTensors) -> CacheTensors:
 
 
 def split_queries(t: CacheTensors, parts: object) -> CacheTensors:
-    """The call of queries given as (q_nope, q_pe), of which the first are those of the values.
+    """The call of queries given as (q_nope, q_pe); q_nope goes with the values.
 
     Raises:
         InvalidInputError: Naming the argument that does not fit.

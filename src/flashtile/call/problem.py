@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flashtile.mods.record import ModKey
 
 
-# Up to so many queries and keys a dense call is tiny: a backend whose tiles have more rows may not be the fastest.
+# Up to so many queries and keys a dense call is tiny: a backend with tiles of more rows may not be the fastest.
 TINY = 64
 
 
@@ -46,15 +46,15 @@ class Problem:
     Attributes:
         device_type: ``cpu``, ``cuda`` (NVIDIA and AMD) or another PyTorch device type.
         compute_capability: ``(major, minor)`` of an NVIDIA device, else None.
-        dtype: That of q.
-        kv_dtype: That of k and v.
+        dtype: The dtype of q.
+        kv_dtype: The dtype of k and v.
         out_dtype: The output's.
-        grad_dtype: That of the gradients of q, k and v.
+        grad_dtype: The dtype of the gradients of q, k and v.
         batch: Sequences.
         seqlen_q: Queries of a sequence; for packed sequences an upper bound: max_seqlen if given.
         seqlen_k: Keys of a sequence; for packed sequences and caches an upper bound: max_seqlen if given, the capacity.
-        varlen: Whether sequences lie one after another, delimited by cu_seqlens; those of a cached call's queries.
-        cached: Whether keys are in a cache, of which each sequence uses as many as a tensor of lengths says.
+        varlen: Whether sequences lie one after another, delimited by cu_seqlens; in a cached call, whether queries do.
+        cached: Whether keys are in a cache; a tensor of lengths says how many each sequence uses.
         page_size: Rows of a cache's page, 0 where rows are not in pages.
         num_heads_q: Query heads, a multiple of ``num_heads_kv``.
         num_heads_kv: Key and value heads.
@@ -68,7 +68,7 @@ class Problem:
         band: Causal and window masks.
         mask: Whether a boolean mask is given.
         tree: Whether the last rows of a cached call are draft trees.
-        causal_each: Whether a tensor says which sequences of a cached call are causal; the band is that of the others.
+        causal_each: Whether a tensor says which sequences of a cached call are causal; the band is for the others.
         row_keys: Whether each row has an interval of keys.
         key_rows: Whether each key has an interval of rows.
         mirrored: Whether both are one mask, so that either will do.
@@ -82,7 +82,7 @@ class Problem:
         grads: Which tensors need a gradient; none if no backward will follow.
         aligned: Whether addresses and strides of q, k and v are multiples of 16 bytes, as bulk copies need.
         rotary_interleaved: Whether a cached call that rotates pairs features (2i, 2i + 1).
-        qv: Whether scores of a cached call are also those of further queries with the values.
+        qv: Whether a cached call adds scores of further queries with the values.
         row_scale: Whether these are latent rows of 656 bytes.
         gpu: Name of the GPU, for tiles that were measured on it; empty where it does not matter or is not here.
     """
@@ -177,8 +177,8 @@ class Problem:
     def but(self, **changes: Any) -> Problem:
         """A copy with other values of fields, e.g. ``problem.but(varlen=True, softcap=30.0)``.
 
-        dtype is that of k, v, the output and the gradients too, unless they are named. Unless grads is, ``needs_grad``
-        says whether q, k and v need gradients, and ``bias_grad`` whether the bias does.
+        dtype also replaces the dtypes of k, v, the output and the gradients, unless they are named. Unless grads is,
+        ``needs_grad`` says whether q, k and v need gradients, and ``bias_grad`` whether the bias does.
         """
         if "dtype" in changes:
             changes = dict.fromkeys(("kv_dtype", "out_dtype", "grad_dtype"), changes["dtype"]) | changes
@@ -242,7 +242,7 @@ class Problem:
 
 
 def checked_problem(t: Any, o: Any, sizes: dict[str, int], keys_values: tuple[Tensor, Tensor], **own: Any) -> Problem:
-    """The problem of a call of any kind whose tensors have been checked.
+    """The problem of a call of any kind, once its tensors have been checked.
 
     Args:
         t: Its tensors.
@@ -353,7 +353,7 @@ class Gpu:
 
     @property
     def multiprocessors(self) -> int:
-        """Those of the usual device of the architecture; of one that is not known here as many as an H100 has."""
+        """Multiprocessors of the architecture's usual device; as many as an H100 has, where that is not known here."""
         return _MULTIPROCESSORS.get(self.arch, 132)
 
     @property
@@ -381,7 +381,7 @@ AHEAD: ContextVar[Gpu | None] = ContextVar("AHEAD", default=None)
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """``(major, minor)`` of an NVIDIA device, None for any other; that of the GPU that is built for, if one is."""
+    """``(major, minor)`` of an NVIDIA device, None for any other; of the GPU that is built for, if one is."""
     gpu = AHEAD.get() if device.type == "cuda" else None
     return _compute_capability(device) if gpu is None else gpu.capability
 

@@ -39,7 +39,7 @@ class Quantized:
             contiguous.
         k: The same with seqlen_k or total_k, and num_heads_kv.
         v: ``(batch, num_heads_kv, head_dim_v, columns)``, packed ``(num_heads_kv, head_dim_v, columns)``, of the same
-            dtype, contiguous: V transposed, with 128 columns a block. Of each 16 columns, column p holds key
+            dtype, contiguous: V transposed, with 128 columns a block. Column p of each 16 columns holds key
             ``ORDER[p]``; columns that hold no key are 0.
         q_scale: float32 ``(batch, num_heads_q, blocks)``, packed ``(num_heads_q, blocks)``. Scales that are one for
             a head have the shape (batch, num_heads_q, 1) if dense, and one for a tensor (1, 1, 1), packed (1, 1).
@@ -51,11 +51,11 @@ class Quantized:
         cu_seqlens_k: Bounds of packed keys.
         max_seqlen_q: The longest packed queries, if known.
         max_seqlen_k: The longest packed keys, if known.
-        dtype: Of the output, bfloat16 or float16, unless there is an out_scale.
+        dtype: The output's, bfloat16 or float16, unless there is an out_scale.
         scales: ``"block"``, ``"head"`` or ``"tensor"``: what one scale is for.
         rotated: Whether q and k were rotated.
         smoothed: Whether the mean of k was taken off.
-        seed: Of the rotation's signs.
+        seed: The seed of the rotation's signs.
         out_scale: float32 ``(1,)``: the output is float8_e4m3fn, attention's divided by this and cut to 448 either way;
             None for an output of 16 bits.
     """
@@ -120,7 +120,7 @@ class Quantized:
             cu_seqlens_k: The same for keys.
             max_seqlen_q: The longest packed queries, if known.
             max_seqlen_k: The longest packed keys, if known.
-            dtype: Of the output, bfloat16 or float16.
+            dtype: The output's, bfloat16 or float16.
             out_scale: As of ``Quantized``.
 
         Raises:

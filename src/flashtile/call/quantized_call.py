@@ -31,7 +31,7 @@ def _out_dtype(name: str, value: Any) -> torch.dtype:
 
 @dataclass(eq=False)
 class QuantizedTensors:
-    """The tensors of one quantized call, those of a ``Quantized`` and sinks; absent ones are None. Immutable.
+    """The tensors of one quantized call, a ``Quantized``'s and sinks; absent ones are None. Immutable.
 
     ``call.blocks`` says how v lies in memory and which block a scale is of. Axes of scales may be 1, where one
     scale serves all; a packed call has ``num_heads_kv head_dim_v columns``, ``num_heads blocks`` and ``num_heads_q
@@ -76,7 +76,7 @@ tensor_values = fields_of(TENSORS)
 
 
 def options_of(o: Options, dtype: torch.dtype) -> QuantizedOptions:
-    """The options of a quantized call whose output has a dtype, from those of a regular one.
+    """The options of a quantized call with an output in this dtype, from a regular call's.
 
     Raises:
         InvalidInputError: The dtype is neither bfloat16 nor float16.
@@ -141,7 +141,7 @@ def _check_tensors(t: QuantizedTensors, o: QuantizedOptions) -> dict[str, int]:
 
 
 def _check_scale(name: str, scale: Tensor, full: tuple[int, ...]) -> None:
-    """Refuses a scale whose shape is neither one for each block nor 1 where it serves several."""
+    """Refuses a scale if its shape is neither one for each block nor 1 where it serves several."""
     shape = tuple(scale.shape)
     wrong = (holds(have != 1) and holds(have != size) for have, size in zip(shape, full, strict=False))
     if len(shape) != len(full) or any(wrong):
