@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Folder -> the most sentences that begin with "Of", and the most phrases. A file counts for its longest folder here.
 CEILINGS = {
     "src/flashtile": (0, 0),
-    "src/flashtile/api": (6, 23),
-    "src/flashtile/call": (12, 46),
-    "src/flashtile/ops": (4, 16),
+    "src/flashtile/api": (0, 0),
+    "src/flashtile/call": (0, 0),
+    "src/flashtile/ops": (0, 0),
     "src/flashtile/backends/gpu": (26, 45),
     "src/flashtile/backends/gpu/device": (0, 0),
     "src/flashtile/backends/hopper": (15, 60),

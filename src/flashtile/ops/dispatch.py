@@ -14,7 +14,7 @@ from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 NAMES = BACKENDS
-# Up to this head_dim one backend computes all gradients if it can, that of the bias included: docs/tuning-notes.md.
+# Up to this head_dim one backend computes all gradients if it can, the bias's gradient included: docs/tuning-notes.md.
 MOST_TOGETHER = 32
 # Directions besides the forward and the backward -> the calls that run them, and in the singular.
 _CALLS: dict[Direction, str] = {"decode": "cached calls", "quantized": "quantized calls"}
@@ -64,7 +64,7 @@ def _first_of_most(problem: Problem, name: str) -> str:
     return name if first is None or max(problem.head_dim, problem.head_dim_v) <= MOST_TOGETHER else first
 
 
-# Gradients that another backend may compute than that of the rest, and what a call says of them.
+# Gradients that may come from another backend than the rest, and what a call says of them.
 _APART = {"bias_grad": "attn_bias", "operand_grad": "captured tensors"}
 
 
@@ -112,7 +112,7 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
         name: An explicit choice; None or "" takes ``FLASHTILE_BACKEND`` or else the first that can.
 
     Returns:
-        The backend. If that of a backward lacks gradients of the bias or of what is captured, another computes
+        The backend. If a backward's lacks gradients of the bias or of what is captured, another computes
         them: ``shares``.
 
     Raises:
@@ -225,7 +225,7 @@ def _support(b: Backend, feature: Feature) -> str:
 
 
 def _limits(b: Backend) -> str:
-    """The limits of each direction; those of the forward are the backward's too."""
+    """The limits of each direction; the forward's are the backward's too."""
     seen, texts = set[str](), []
     for each in DIRECTIONS:
         able = b.capabilities(each)
@@ -238,7 +238,7 @@ def _limits(b: Backend) -> str:
 
 
 def _cell(b: Backend, text: Callable[[Capabilities], str]) -> str:
-    """A property of the forward, followed by those of the other directions that differ."""
+    """A property of the forward, followed by the other directions' where they differ."""
     forward, backward = b.capabilities("forward"), b.capabilities("backward")
     if forward is None:
         return "none"

@@ -24,7 +24,7 @@ def drawn(q: Tensor) -> Tensor:
         if torch._functorch.config.activation_memory_budget < 1:
             raise UnsupportedError("dropout_p: torch.compile of a transform with an activation_memory_budget below 1")
         return _randint(q)
-    # Of a new tensor each, so that two draws are not one to those who look for common subexpressions.
+    # Each draw takes a new tensor, so that a search for common subexpressions does not make one of two draws.
     like = torch.empty(2, dtype=torch.int64, device=q.device)
     state: Tensor = torch.ops.flashtile.dropout_state(like)
     return state

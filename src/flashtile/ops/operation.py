@@ -1,7 +1,7 @@
 """An operation: a kind of call, from the tables of its arguments to its operators and to its plans.
 
-``torch.compile``, ``FakeTensor``, ``torch.export`` and CUDA graphs see opaque operators whose shapes they can infer; no
-operator synchronises with a device. Calls that nothing watches go past the dispatcher, whose lookup of each argument
+``torch.compile``, ``FakeTensor``, ``torch.export`` and CUDA graphs see opaque operators and can infer their shapes; no
+operator synchronises with a device. Calls that nothing watches go past the dispatcher: its lookup of each argument
 takes 0.1 ms, more than all host work of this library.
 """
 
@@ -183,7 +183,7 @@ class Operation(Generic[T, S]):
     def unflatten(self, args: Sequence[Any]) -> tuple[T, S]:
         """The inverse of ``flatten``; the dispatcher makes lists of tuples.
 
-        Longest lengths are checked here, of which a traced call may know nothing.
+        Longest lengths are checked here: a traced call may not know them.
         """
         for n, name in self.lengths:
             self.option_rows[name].check(name, args[n])
@@ -204,7 +204,7 @@ class Operation(Generic[T, S]):
         return o, settings.BACKEND.raw(), *[None if x is None else plans.layout(x) for x in self._single(t)]
 
     def _single(self, t: T) -> list[Tensor | None]:
-        """A call's tensors, those of mods one by one, and None for what is not given and for numbers of mods."""
+        """A call's tensors, the mods' one by one, and None for what is not given and for numbers of mods."""
         each = [x for value in self.values(t) for x in (value if type(value) is tuple else (value,))]
         return [x if isinstance(x, Tensor) else None for x in each]
 
@@ -221,7 +221,7 @@ class Operation(Generic[T, S]):
         return call.run(t)
 
     def planned(self, t: T, o: S, key: tuple[Any, ...] | None = None) -> tuple[T, PlannedCall]:
-        """The tensors with readable strides, and the kept ``PlannedCall``, whose key may be known."""
+        """The tensors with readable strides, and the kept ``PlannedCall``; its key may be known."""
         try:
             key = key or self.key_of(t, o)
         except (RuntimeError, AttributeError):

@@ -1,4 +1,4 @@
-"""The operators of regular calls, dense or packed, and the autograd of eager ones; and that of quantized calls."""
+"""The operators of regular calls, dense or packed, and the autograd of eager ones; the operator of quantized calls."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tupl
         with_lse: Whether the caller uses lse; if not, autograd does not track it.
 
     Returns:
-        out and lse, as in ``call.backend.Forward``, whose parts ``states.in_one`` takes apart; without ``with_lse``
-        lse may be None.
+        out and lse, as in ``call.backend.Forward``; ``states.in_one`` takes the first of lse's parts. Without
+        ``with_lse`` lse may be None.
     """
     found: Any
     if is_watched(tensors.q, tensors.k, tensors.v):

@@ -32,7 +32,7 @@ class ShapeClass:
     """What calls that differ in lengths, batch and strides alone have in common.
 
     Attributes:
-        problem: Of one of them; None until one has been planned.
+        problem: The problem of one of them; None until one has been planned.
         backends: By direction.
     """
 
@@ -43,12 +43,12 @@ class ShapeClass:
         self.backends: dict[str, Backend] = {}
 
     def problem_of(self, t: Tensors, options: Options, **but: Any) -> Problem:
-        """The problem of a regular call, with other values of some fields, whose backends are then in ``backends``."""
+        """The problem of a regular call, with other values of some fields; its backends are then in ``backends``."""
         if self.problem is not None:
             return self.problem.resized(t, options)
         problem = Problem.of(t, options)
         problem = problem.but(**but) if but else problem
-        # First the backward, so that a call whose backward cannot run is refused now.
+        # First the backward, so that a call is refused now if its backward cannot run.
         for direction in reversed(directions_of(problem)):
             self.backend(direction, problem, options.backend)
         self.problem = problem
@@ -79,7 +79,7 @@ class ShapeClass:
 
 @contextlib.contextmanager
 def building_ahead(backward: Backend, problem: Problem, like: Tensors) -> Iterator[None]:
-    """Within, while a forward's kernel is compiled, those of the backward are; once it came from an archive, after."""
+    """Builds the backward's kernels while a forward's is compiled within; after it, if that came from an archive."""
     start = functools.partial(_build_backward, backward, problem, like)
     token, loaded = MEANWHILE.set(start), LOADED.set(False)
     try:
@@ -108,7 +108,7 @@ def _build_backward(chosen: Backend, problem: Problem, like: Tensors) -> None:
 def hide_backends() -> None:
     """Has torch.compile, where it has been imported, run the backends' code as it is.
 
-    Where it cannot trace a caller, it compiles each function that the caller calls, those of a backend among them.
+    Where it cannot trace a caller, it compiles each function that the caller calls, a backend's functions among them.
     """
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if hasattr(rules, "add"):  # not while another thread imports it; no public function does this
@@ -166,7 +166,7 @@ def class_key(t: Tensors, o: Options) -> tuple[Any, ...] | None:
 
     None if sizes do not fit one another.
 
-    Of two calls of a shape class both are valid or none, and their problems differ in lengths and batch alone. Calls
+    Two calls of a shape class are both valid or neither is, and their problems differ in lengths and batch alone. Calls
     with a mask, a bias, intervals, lists or users' functions have none: lengths are in their tensors' shapes too. Nor
     have calls with origins.
     """

@@ -46,7 +46,7 @@ class _Call:
         self.packed, self.mesh = q.ndim == 3, q.mesh
         self.heads_q, self.heads_kv = q.shape[-2], k.shape[-2]
         shapes = {name: tuple(x.shape) for name, x in given.items() if hasattr(x, "placements")}
-        # Of lse the dimensions that its gradient has too.
+        # lse without the dimension that its gradient lacks.
         self.shapes = {"out": tuple(q.shape), **shapes, "lse": tuple(q.shape[:-1])}
 
     def ways(self) -> list[str]:

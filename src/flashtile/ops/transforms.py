@@ -160,7 +160,7 @@ def _derivative(operator: Operator, what: str) -> Any:
 
 
 class _Fold:
-    """A call under vmap whose mapped dimension becomes part of the batch.
+    """A call under vmap; its mapped dimension becomes part of the batch.
 
     ``given`` and ``dims`` hold the operator's arguments and their mapped dimensions by name.
     """
@@ -179,7 +179,7 @@ class _Fold:
     def fits(self) -> bool:
         """Whether folding gives what the samples one by one would give.
 
-        Not for packed calls; with dropout, whose random numbers depend on the place in the batch; with users'
+        Not for packed calls; with dropout, where random numbers depend on the place in the batch; with users'
         functions, which may too; with block lists of each sample; and where a sum over the batch must not run over
         samples.
         """
