@@ -34,11 +34,11 @@ class Build:
 
     Attributes:
         compiled: Triton's object, or an archive's, which keeps the code loaded.
-        names: Of the run-time leaves, in order.
+        names: Names of the run-time leaves, in order.
         unknown: Why the kernel cannot be launched without Triton, or None.
         function: The driver's handle.
         layout: Layout of its argument block; None if it cannot be launched without Triton.
-        places: Of each run-time leaf, in order: the 64-bit word of a block that its address is written to, None for a
+        places: For each run-time leaf, in order: the 64-bit word of a block that its address is written to, None for a
             number, and of a tensor descriptor (box, swizzle, bytes of an element).
         archive: Path of the archive that it was loaded from, empty if it was compiled.
     """

@@ -113,7 +113,7 @@ def tensor_map(
         box: Elements of one copy.
         swizzle: As the driver numbers its kinds.
         size: Bytes of an element.
-        address: Of the first element, 16-byte aligned.
+        address: Address of the first element, 16-byte aligned.
 
     Raises:
         DriverError: If the driver refuses the shape or the strides.

@@ -78,7 +78,7 @@ def operands_of(function: Function, first_number: int = 0) -> Operands:
 
 def _operand(x: Tensor, place: int) -> Operand:
     dtype = torch.uint8 if x.dtype == torch.bool else x.dtype
-    # Of address and strides nothing is assumed but that elements of a row are beside one another, so that other
+    # Nothing is assumed of address and strides but that elements of a row are beside one another, so that other
     # lengths and views need no build of their own. ``inside_by_key`` relies on the addresses.
     steps = tuple(Const(1) if d == x.dim() - 1 and step == 1 else step for d, step in enumerate(x.stride()))
     return Operand(Pointer(dtype, f"operands[{place}]", 0, False), tuple(x.shape), steps)

@@ -43,7 +43,7 @@ class Pointer(NamedTuple):
     """A tensor that a launch reads or writes by address.
 
     Attributes:
-        dtype: Of its elements.
+        dtype: Dtype of its elements.
         operand: The operand that contains it: a field of a call's record of tensors, ``operands[0]`` for one of a
             tuple, or a name of what a plan makes; see ``host.Launcher``.
         offset: Bytes from the operand's first element, a multiple of 16.
@@ -77,7 +77,7 @@ class TensorMap(NamedTuple):
     """A tensor that TMA copies box by box.
 
     Attributes:
-        dtype: Of its elements.
+        dtype: Dtype of its elements.
         shape: Elements along each dimension, the contiguous one last.
         strides: In elements.
         box: Elements that one descriptor operation moves.
@@ -202,7 +202,7 @@ def _lower(
     values: Any, constants: Callable[[Any], Any] | None, others: tuple[tuple[int, int], ...], key: list[Any],
     leaves: list[Any],
 ) -> None:  # fmt: skip
-    # Of some hundred leaves, once for each new length: written for speed, the most frequent first.
+    # It sees some hundred leaves, once for each new length: written for speed, the most frequent first.
     if constants is not None:
         key.append(constants(values))
     for place, rule in others:

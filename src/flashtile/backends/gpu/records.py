@@ -98,7 +98,7 @@ def functions_of(problem: Problem, t: Any) -> tuple[Mod | None, Mod | None]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU, for tensors without data of the one that is built for, or the current one; 2 for an interpreter."""
+    """A GPU's multiprocessors; for tensors without data the one's that is built for or current; 2 if interpreted."""
     if device.type == "meta" and (gpu := AHEAD.get()) is not None:
         return int(gpu.multiprocessors)
     if device.type == "meta" and torch.cuda.is_available():

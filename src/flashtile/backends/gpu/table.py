@@ -30,8 +30,8 @@ def module(name: str) -> Any:
 class Kernel:
     """A row of a table: kernels that compute calls of a direction together.
 
-    Of the rows of a direction, the first runs a call that ``takes`` it, has no ``reasons`` against it and ``reads`` its
-    tensors.
+    The first row of a direction that ``takes`` a call, has no ``reasons`` against it and ``reads`` its tensors runs
+    the call.
 
     Attributes:
         name: Its name; of a row with ``reasons`` what its calls are.

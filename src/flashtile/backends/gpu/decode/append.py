@@ -99,7 +99,7 @@ def move(
     Args:
         source: [HEADS, 1] addresses.
         target: [HEADS, 1] addresses.
-        position: Of the token.
+        position: Position of the token.
         exists: [HEADS, 1].
         scale: [HEADS, 1] float32, of 8-bit numbers.
         rotation: ``Rotation``.

@@ -10,7 +10,7 @@ class Scale(NamedTuple):
 
     Attributes:
         ptr: None for 1.
-        stride_b: Of entries, 0 if they are by head alone.
+        stride_b: Step between entries, 0 if they are by head alone.
     """
 
     ptr: Any
@@ -22,7 +22,7 @@ class Scales(NamedTuple):
 
     Attributes:
         k: ``Scale``, like v.
-        v: Of the values.
+        v: ``Scale`` of the values.
         rows: ``Rows`` of the scales by row and 128 columns of values alone, which then are bytes; of Nones for none.
         EIGHT_BIT: Whether it holds 8-bit numbers; others have no scales.
         E5M2: Whether those are e5m2; else e4m3.
@@ -111,7 +111,7 @@ class Schedule(NamedTuple):
         LANES: Neighbouring key heads whose work is cut alike, for as many programs to read their keys at the same time.
         PATIENCE: How often a program looks whether the others of its tile have stored their states; 0 for never.
         splitting: ``Splitting``.
-        most_rows: Of packed queries, only sequences with so many packed rows a key head at most are computed; None if
+        most_rows: With packed queries, only sequences with so many packed rows a key head at most are computed; None if
             no launch leaves any out.
         above_keys: And with more keys than these.
         SEARCH: Sequences whose work is summed at once, a power of two.

@@ -23,14 +23,15 @@ class Splitting:
 
     Attributes:
         programs: Work items that fill a device.
-        fewest_keys: Of a split, unless the sequence has fewer.
-        most_keys: Of a split, unless most_splits forbids it: many sequences of different lengths balance better.
-        most_splits: Of a tile; twice as many where key heads are so few that a device is not full otherwise.
+        fewest_keys: Keys of a split, unless the sequence has fewer.
+        most_keys: Keys of a split, unless most_splits forbids it: many sequences of different lengths balance better.
+        most_splits: Splits of a tile; twice as many where key heads are so few that a device is not full otherwise.
         most_slots: Packed rows times splits that a sequence may have, over all key heads. It bounds the workspace.
         run: Splits of a run, whose states are folded before those of runs are.
-        long_keys: Of a sequence that may have twice as many splits anyway.
-        fewest_of_long: Of a split of a sequence of more than 16 * fewest_keys: so many, or an eighth of the sequence if
-            that is less. Among many such sequences, shorter splits take more time than programs that have no work.
+        long_keys: Keys of a sequence that may have twice as many splits anyway.
+        fewest_of_long: Keys of a split of a sequence of more than 16 * fewest_keys: so many, or an eighth of the
+            sequence if that is less. Among many such sequences, shorter splits take more time than programs without
+            work.
     """
 
     programs: int = 132

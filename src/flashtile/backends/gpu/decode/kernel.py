@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
     Attributes:
         b: Its sequence.
-        entry: Of the cache.
+        entry: Its entry of the cache.
         h_kv: Key head.
         first: Its first packed row.
         first_page: ``work.first_page_of``.
@@ -412,7 +412,7 @@ def attend_tile(place, shape, row, h, part, head, call):
         last = tl.minimum(last, i + right)
         clear_last = tl.minimum(clear_last, place.first // GROUP + shift + right)
     if HAS_TREE:
-        # Of a tree the mask says which drafts a row sees; all see what is before them.
+        # In a tree the mask says which drafts a row sees; all see what is before them.
         last = tl.where(head.masks[0].count > 0, shape.high - 1, last)
         clear_last = tl.where(head.masks[0].count > 0, shift - 1, clear_last)
     first, clear_first = None, shape.low
@@ -453,7 +453,7 @@ def attend_tile(place, shape, row, h, part, head, call):
 def finish(acc, row_max, row_sum, b, place, packed, col, shape, call, writes_lse=True):
     """Normalises packed rows [ROWS], with columns ``col`` [1, BLOCK_DV], and stores them; sinks join here, once.
 
-    Of rows whose columns several finish, one ``writes_lse``.
+    Where several programs finish columns of the same rows, one ``writes_lse``.
     """
     row, h, exists = work.rows_of_tile(packed, place.h_kv, shape.num_rows, call.GROUP)
     if call.cache.scales.EIGHT_BIT:

@@ -25,7 +25,7 @@ class State(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of the states.
+    """Sizes of the states.
 
     Attributes:
         rows: batch times seqlen times num_heads.

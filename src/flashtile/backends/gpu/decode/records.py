@@ -27,7 +27,7 @@ from flashtile.backends.gpu.records import alibi_of, functions_of, indices, name
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
-# Of one token, that a program moves.
+# Heads of one token that a program moves.
 HEADS_AT_ONCE = 16
 
 mods = device_code("flashtile.backends.gpu.device.mods")
@@ -40,13 +40,13 @@ def call_of(problem: Problem, tensors: CacheTensors, config: DecodeTiles, slots:
         problem: The call.
         tensors: Its tensors; k and v are read by TMA if the tiles are ``specialised``.
         config: The tiles.
-        slots: Of the workspace, 0 if nothing is ever split.
+        slots: Slots of the workspace, 0 if nothing is ever split.
         lanes: As in ``Schedule``.
         few: Whether packed sequences of ``FEW_ROWS`` with more than ``LONG_KEYS`` alone are computed.
     """
     p, t = problem, tensors
     least = 16 * (2 if _is_8_bit(p) else 1)
-    # Of 64 columns where the other side's are: of two swizzles ptxas may lose one, see ``portable.config.padded_dims``.
+    # Each has 64 columns if the other has: ptxas may lose one of two swizzles, see ``portable.config.padded_dims``.
     block_d, block_dv = padded(p.head_dim, least), padded(p.head_dim_v, least)
     block_d, block_dv = max(block_d, min(block_dv, 64)), max(block_dv, min(block_d, 64))
     cache = cache_of(p, t, None if config.specialised else torch.int16, block_d, block_dv)

@@ -14,7 +14,7 @@ class Shape(NamedTuple):
     """Lengths of one sequence, or of many, and how their work is cut into items; before that cut, a span.
 
     Attributes:
-        first_row: Of a packed sequence.
+        first_row: First row of a packed sequence.
         num_rows: Queries.
         low: First key that some row may keep.
         high: The end of the keys: new ones included.
@@ -212,7 +212,7 @@ def plan_items(spans, call):
 def share_of(spans, call):
     """The ``Sizing`` of a lane's items, and where this program's share of their cost begins and stops.
 
-    Of fewer items than programs, each goes to a program of its own as far as they cost the same.
+    If items are fewer than programs, each goes to a program of its own as far as they cost the same.
     """
     LANES: tl.constexpr = call.schedule.LANES
     sizing, items, cost = plan_items(spans, call)
