@@ -231,7 +231,7 @@ def chain_launches(
 
 
 def _chain_workspace(problem: Problem, config: BackwardTiles, tensors: Tensors) -> Workspace:
-    """Of all calls of a chain; without gqa_splits, whose sums of dk and dv would cover some keys only."""
+    """The workspace of all calls of a chain; without gqa_splits: their sums of dk and dv would cover some keys only."""
     return Workspace.of(_as_one(problem).but(num_heads_kv=problem.num_heads_q), config, tensors)
 
 

@@ -73,7 +73,7 @@ class Schedule(NamedTuple):
 
     Attributes:
         heads_at_once: Heads whose tiles run at the same time.
-        heads: Of tiles in each sequence: heads of keys, or the splits of all of them.
+        heads: Heads of tiles in each sequence: heads of keys, or the splits of all of them.
         all_heads: Those of all sequences, of packed ones as of one.
         first_head: The first, read only if CHAINED.
         splits: ``Splits``, whose tiles have the head ``key head * count + split``; None without.
@@ -95,7 +95,7 @@ class Tiles(NamedTuple):
 
     Attributes:
         KEYS: Keys of a tile.
-        PARTS: Of 64 keys each in a tile.
+        PARTS: Parts of 64 keys each in a tile.
         DQ_WARPGROUPS: How many compute dq.
         DQ_SHARE: Columns of 64 rows of a row block's dq that each of them has.
     """

@@ -48,7 +48,7 @@ class Workspace(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, config: BackwardTiles, tensors: Tensors) -> Workspace:
-        """Of a call with these queries, keys and values."""
+        """The workspace of a call with these queries, keys and values."""
         rows = tensors.q.shape[-3]
         if problem.varlen:
             blocks = num_packed_tiles(rows, problem.batch, config.block_m) * problem.num_heads_q

@@ -10,7 +10,7 @@ from flashtile.call.problem import Problem
 
 # Rows of a tile and of a step.
 BLOCK = 64
-# Of 64 columns.
+# Bytes of a chunk of 64 columns.
 _CHUNK_BYTES = 2 * BLOCK * BLOCK
 
 

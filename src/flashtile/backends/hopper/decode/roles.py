@@ -269,7 +269,7 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
 def last_keys_of(records, parts, zeros, call, WARPGROUP: gl.constexpr):
     """The last key that each row of a part sees, for ``keep_columns``, and the blocks of which all see all keys.
 
-    Of rows that do not exist the position is past all others.
+    The position of rows that do not exist is past all others.
     """
     row: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
     high, first = records.get(parts, "high"), records.get(parts, "first") + 64 * WARPGROUP

@@ -227,7 +227,7 @@ def strip_and_cost(problem: Problem, config: Any, rows: int) -> tuple[int, float
     Args:
         problem: A call.
         config: Its tiles, each of one head.
-        rows: Of the queries' tensor: those of all sequences if they are packed.
+        rows: Rows of the queries' tensor: of all sequences if they are packed.
     """
     tile, group, longest = config.num_warpgroups * config.block_m, problem.group_size, max(problem.seqlen_q, 1)
     varlen, left, right = problem.varlen, problem.band.left, problem.band.right
@@ -281,7 +281,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
     Args:
         problem: A call.
         score_bytes: What TMA can read of biases and masks, as in ``ForwardTiles``; by default all, rows of their own.
-        rows: Of the queries' tensor; by default all packed sequences are taken for long ones.
+        rows: Rows of the queries' tensor; by default all packed sequences are taken for long ones.
     """
     rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
     dims = widths(problem.head_dim, problem.head_dim_v)

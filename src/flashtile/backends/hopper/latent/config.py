@@ -21,9 +21,9 @@ class LatentTiles:
         fewest_blocks: 2 at least, so that no share is without a block.
         stages: Blocks of keys in flight.
         piece: Columns of values that are loaded and released at once.
-        registers: Of a summer's threads; a scorer's get what is left.
-        few: Of the other warps' threads.
-        wide: Of the threads that make 16 bits of 8, if values are of 8.
+        registers: Registers of a summer's threads; a scorer's get what is left.
+        few: Registers of the other warps' threads.
+        wide: Registers of the threads that make 16 bits of 8, if values are of 8.
         most_lanes: Programs at most that have tiles of a sequence at the same time.
     """
 

@@ -9,7 +9,7 @@ from flashtile.backends.gpu.device import softmax
 from flashtile.backends.hopper.device.gluon_compat import thread_barrier
 from flashtile.backends.hopper.device.parts import also
 
-# Of a half tile's first counter: bits for the number of stored states, and above them for those who do not wait.
+# Bits of a half tile's first counter for the number of stored states; above them are bits for who does not wait.
 STATE_BITS = gl.constexpr(8)
 
 
@@ -74,8 +74,8 @@ def arrive(counter, member, goal, helps, PATIENCE: gl.constexpr):
     last state is stored, then who stored that folds alone.
 
     Args:
-        counter: Of stored states and those who do not wait. The one after it holds an epoch and how it ended: whether
-            one folds alone, and whether the last member waits.
+        counter: Counts stored states and those who do not wait. The one after it holds an epoch and how it ended:
+            whether one folds alone, and whether the last member waits.
         member: The caller's state.
         goal: States, at most 255.
         helps: Whether the caller would wait.

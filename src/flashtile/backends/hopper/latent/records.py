@@ -28,7 +28,7 @@ class Channels:
         scales: Theirs, of a block; ``factors`` where there are none.
         keys: The keys' own columns, in whose place the scorer leaves the block's probabilities, which take as much.
         factors: By which rows are rescaled before a block is added.
-        results: Of a part, the rows' maxima and sums.
+        results: The rows' maxima and sums of a part.
     """
 
     parts: Records

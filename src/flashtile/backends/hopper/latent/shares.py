@@ -48,7 +48,7 @@ class Group(NamedTuple):
     Attributes:
         b: Their sequence.
         number: Which of its groups they are.
-        blocks: Of each.
+        blocks: Blocks of keys of each.
         start: Where they begin on the line.
         end: Where they end.
         near: ``Line.near``; of a group of few blocks all of it, so that each share has a block, and it is not divided.
