@@ -29,8 +29,8 @@ class Blocks(NamedTuple):
         heads: Query heads.
         seqlen_q: Rows of a sequence.
         seqlen_k: Its keys.
-        ROWS: Of a block.
-        KEYS: Likewise.
+        ROWS: Rows of a block.
+        KEYS: Keys of a block.
         TILE_M: Rows that are looked at at once.
         TILE_N: Keys.
     """
@@ -91,7 +91,7 @@ class PartialBlocks(NamedTuple):
         seqlen_q: Rows.
         seqlen_k: Keys.
         OWN: Rows or keys of a block of this side.
-        OTHER: Of the other.
+        OTHER: Rows or keys of a block of the other side.
         OVER_KEYS: Whether this side is that of keys.
     """
 

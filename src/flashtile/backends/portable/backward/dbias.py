@@ -21,8 +21,8 @@ from flashtile.backends.portable.device.tile_io import load_rows, times_transpos
 def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles, in_part):
     """Adds dscores of BLOCK_M rows and BLOCK_N keys of one sequence and head, 0 where a row does not keep a key.
 
-    Of a ``Partial`` the gradient of what it loads: that of its result, times the derivative. in_part: ``partial`` of
-    ``mods.select``.
+    For a ``Partial`` it adds the gradient of what that loads: its result's gradient, times the derivative. in_part:
+    ``partial`` of ``mods.select``.
     """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N

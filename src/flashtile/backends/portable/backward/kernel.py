@@ -322,7 +322,7 @@ def repair_dq(call, douts, of_rows, dq_ptr, bias_sums, tiles, count):
 
 @triton.jit
 def least_lse(call, of_rows, tiles, numbers, count):
-    """Of all rows of a column of tiles, those outside not counting."""
+    """The least lse of all rows of a column of tiles, those outside not counting."""
     place = locate(call, tiles, None, tl.minimum(numbers, count - 1))
     rows = place.block * tiles.BLOCK_M + tl.arange(0, tiles.BLOCK_M)[None, :]
     at = (tl.cast(place.queries.batch_index, tl.int64) * call.heads.num_q + place.head) * of_rows.stride_head

@@ -48,7 +48,7 @@ class Share(NamedTuple):
         number: Which of the graph's partials it is.
         operand: The place of its tensor in ``Tensors.operands``.
         way: How it is summed.
-        axes: Of "pairs" the dimension of its tensor along which each of "bhij" lies, None where it has none.
+        axes: For "pairs" the dimension of its tensor along which each of "bhij" lies, None where it has none.
     """
 
     number: int

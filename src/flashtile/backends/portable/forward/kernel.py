@@ -184,7 +184,7 @@ def attend_rows(call, output, tiles, place, wanted):
     acc = zeros(BLOCK_M, call.v.BLOCK_DIM)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # Phases: keys on the left edge, keys that every row keeps, the right edge and the end; ONE_LOOP: all. Of a list:
+    # Phases: keys on the left edge, keys that every row keeps, the right edge and the end; ONE_LOOP: all. A list's:
     # partial blocks, full ones, and full ones on an edge.
     HAS_START: tl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None or LISTED
     for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_START else 1, 3):

@@ -366,7 +366,7 @@ def mean_of_keys(sums_ptr, mean_ptr, sequences, num_heads, rounding, DIM: tl.con
         at = (entry * SPLITS + split)[:, None] * DIM + col[None, :] + p * WIDTH
         parts = also(parts, tl.load(sums_ptr + at) / keys)
     if rounding.ROTATE is not None:
-        # Of the sums, which are as many rows as a product of matrices takes.
+        # This rotates the sums, which are as many rows as a product of matrices takes.
         parts = rotated(parts, rounding.seed, tl.float32, "ieee", DIM, WIDTH)
     for p in tl.static_range(DIM // WIDTH):
         tl.store(mean_ptr + entry * DIM + col + p * WIDTH, tl.sum(parts[p], 0))

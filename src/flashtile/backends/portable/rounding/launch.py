@@ -43,9 +43,9 @@ class RoundedSide:
         choices: What is asked for.
         capability: Compute capability of an NVIDIA device, else None.
         x: The tensor.
-        bounds: Of its packed sequences.
+        bounds: Bounds of its packed sequences.
         batch: Sequences.
-        blocks: Of a sequence, or of all packed ones.
+        blocks: Blocks of a sequence, or of all packed ones.
     """
 
     name: str
@@ -66,7 +66,7 @@ class RoundedSide:
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """Of the scales, as ``Quantized`` has it."""
+        """The shape of the scales, as ``Quantized`` has it."""
         heads, scales = self.x.shape[-2], self.choices.scales
         if scales == "tensor":
             return (1,) * (self.x.dim() - 1)
@@ -85,7 +85,7 @@ class RoundedSide:
 
     @property
     def width(self) -> int:
-        """Of a part: of q or k, those that are turned together are whole parts."""
+        """Columns of a part: columns of q or k that are turned together are whole parts."""
         cos = self.given.rotary_cos
         turned = 64 if cos is None or self.name == "v" or self.choices.rotary_interleaved else cos.shape[1]
         return math.gcd(self.x.shape[-1], turned, 64)
@@ -180,7 +180,7 @@ def block_launch(side: RoundedSide, *, finds: bool) -> Launch:
 
 def _rounding(side: RoundedSide) -> Rounding:
     # The mean is taken off after the product: rounded to tf32 before it, float32 numbers with a large mean would be
-    # left with few digits. Of AMD's GPUs some have no tf32.
+    # left with few digits. Some of AMD's GPUs have no tf32.
     precision = "ieee" if side.capability is None else "tf32x3"
     bits = side.capability is None or side.capability < (8, 9)
     most = 2 * _MOST_AHEAD if side.capability in _ROOMY else _MOST_AHEAD
