@@ -73,7 +73,7 @@ class Recorder:
             archive.digest_of(file.relative_to(archive.PACKAGE).as_posix())  # as the sources are now, see ``_digest``
 
     def take(self, other: Archive) -> int:
-        """Adds an archive's builds whose sources are those that are installed; returns how many."""
+        """Adds an archive's builds that were made of the installed sources; returns how many."""
         fresh = {key: found for key in other if (found := other.find(key)) is not None and not other.changed(found)}
         self.builds |= fresh
         return len(fresh)

@@ -223,7 +223,7 @@ def why_off() -> str:
 def archives(arch: str = "") -> tuple[Archive, ...]:
     """The archives that this process looks into, opened once: those that a setting names, else the installed ones.
 
-    Files that are installed are one for each architecture: those of the GPUs that are here, or of ``arch``.
+    One file is installed for each architecture. It opens the files for the GPUs that are here, or for ``arch``.
     """
     places = [*named()] or [
         file for file in installed() if (file.stem.rstrip("a") == arch if arch else _is_for_a_device(file.stem))
@@ -262,8 +262,8 @@ class Listed(NamedTuple):
         why_not: Why it is not used, empty if it is; if it cannot be read nothing else is known of it.
         archs: Architectures that it has kernels for.
         entries: Kernels.
-        stale: Those of them that were made of other sources than those that are installed.
-        damaged: Those of them that cannot be read.
+        stale: Kernels that were made of other sources than those that are installed.
+        damaged: Kernels that cannot be read.
         size: Bytes.
     """
 

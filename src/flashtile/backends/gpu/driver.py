@@ -104,7 +104,7 @@ def tensor_map(
     size: int,
     address: int = 1 << 32,
 ) -> bytes:
-    """An encoded tensor map, whose first 8 bytes are the address.
+    """An encoded tensor map; its first 8 bytes are the address.
 
     Args:
         dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp8e4nv"``, which it has as bytes.
@@ -118,7 +118,7 @@ def tensor_map(
     Raises:
         DriverError: If the driver refuses the shape or the strides.
     """
-    # The map, then what it is made of, in memory that one call uses at a time and whose address is known: to make
+    # The map, then what it is made of, in memory that one call uses at a time, at a known address: to make
     # an array of ctypes for each argument takes longer than the rest.
     try:
         memory, at = _spare_maps.pop()

@@ -1,9 +1,9 @@
 """Launches kernels for all GPU backends: from a kernel and the records of its arguments to a driver call.
 
-A backend describes a launch once per kind of call, as a ``Launch`` whose leaves give only layouts. ``Launcher`` finds
+A backend describes a launch once per kind of call, as a ``Launch``; its leaves give only layouts. ``Launcher`` finds
 the build that it needs, which depends on dtypes and constants alone, never on a length or an address; lays out the
 argument block; binds operands by name; and from then on a call writes addresses into the block and starts the kernel.
-Where that is not known to work (AMD, a Triton whose kernels have other parameters) Triton's launcher starts what was
+Where that is not known to work (AMD, a Triton that gives kernels other parameters) Triton's launcher starts what was
 compiled, and on CPU tensors its interpreter runs the kernel.
 """
 
@@ -243,7 +243,7 @@ def interpret(launch: Launch) -> None:
 
 @functools.cache
 def _constant_to_interpret() -> Any:
-    """Makes a constant of a record whose arithmetic is its value's: a plain one's with a tensor gives no tensor."""
+    """Makes a constant of a record with its value's arithmetic: a plain one's with a tensor gives no tensor."""
     from triton.language import constexpr
 
     def method(name: str) -> Callable[[Any, Any], Any]:

@@ -23,7 +23,7 @@ class Masks(NamedTuple):
 
     Attributes:
         row_keys: ``Interval`` of rows, or None.
-        key_rows: That of keys.
+        key_rows: ``Interval`` of keys, or None.
         bounds: ``Bounds`` of the kernel's tiles.
         lists: ``Lists`` of the side of its tiles, or None.
     """
@@ -66,7 +66,7 @@ def masks_of(problem: Problem, t: Tensors, side: Side) -> Masks:
 
 
 def intervals_of(problem: Problem, t: Any) -> tuple[Interval | None, Interval | None]:
-    """Those of rows and of keys that a kernel over rows looks at."""
+    """The ``Interval`` of rows and of keys that a kernel over rows looks at."""
     row_keys, key_rows = _used(problem, t, False)
     return _interval("row_keys", row_keys), _interval("key_rows", key_rows)
 
@@ -97,7 +97,7 @@ def most_bounds(problem: Problem, t: Tensors, *, over_keys: bool = False) -> int
 
 
 def _used(problem: Problem, t: Tensors, over_keys: bool) -> tuple[Tensor | None, Tensor | None]:
-    """row_keys and key_rows that a kernel reads: where both say the same, those of its tiles."""
+    """row_keys and key_rows that a kernel reads: where both say the same, its tiles' own alone."""
     if not problem.mirrored:
         return t.row_keys, t.key_rows
     return (None, t.key_rows) if over_keys else (t.row_keys, None)

@@ -1,8 +1,8 @@
 """A launch as data: a kernel, its arguments as trees of records, and the specialisation that they ask for.
 
 An argument is a leaf or a record, a NamedTuple of leaves and records. The field's name says what a leaf is to the
-compiler: one in capitals is a constant, one that begins with ``stride`` a number whose divisibility by 16 is looked at,
-any other a number of which only the size counts, 32 bits or 64. So other lengths need no other build. None and
+compiler: one in capitals is a constant, one that begins with ``stride`` a number that counts by its divisibility by 16,
+any other a number that counts by its size alone, 32 bits or 64. So other lengths need no other build. None and
 functions are constants wherever they are.
 """
 
@@ -47,7 +47,7 @@ class Pointer(NamedTuple):
         operand: The operand that contains it: a field of a call's record of tensors, ``operands[0]`` for one of a
             tuple, or a name of what a plan makes; see ``host.Launcher``.
         offset: Bytes from the operand's first element, a multiple of 16.
-        aligned: Whether the address is a multiple of 16, as that of newly allocated memory is.
+        aligned: Whether the address is a multiple of 16, as newly allocated memory's is.
     """
 
     dtype: torch.dtype
@@ -134,11 +134,11 @@ class Launch(NamedTuple):
     """A kernel with its grid, arguments and options.
 
     Attributes:
-        kernel: The ``@triton.jit`` or ``@gluon.jit`` function, or its ``DeviceFunction``, whose arguments are then in
+        kernel: The ``@triton.jit`` or ``@gluon.jit`` function, or its ``DeviceFunction``; arguments are then in
             the order of its parameters.
         programs: Size of the one-dimensional grid; nothing is launched for 0.
-        arguments: By name, trees whose leaves are ``Pointer`` or ``TensorMap``, numbers, constants, and None for what
-            is absent.
+        arguments: By name, trees with leaves ``Pointer`` or ``TensorMap``, numbers, constants, and None for what is
+            absent.
         options: The compiler's: warps, stages, registers.
     """
 

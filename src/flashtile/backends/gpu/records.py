@@ -39,7 +39,7 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...], varlen: bool) -> 
 def rows_of(
     name: str, tensor: Tensor, block_dim: int, desc: TensorMap | tuple[TensorMap, ...] | None = None, unit: int = 1
 ) -> Rows:
-    """The record of a tensor, whose operand has its name; desc: of ``Rows``."""
+    """The record of a tensor that is the operand ``name``; desc: as in ``Rows``."""
     strides = tensor.stride()
     batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
     return Rows(pointer(tensor, name), desc, batch, row, head, tensor.shape[-1], block_dim, unit, len(strides) == 3)
@@ -98,7 +98,7 @@ def functions_of(problem: Problem, t: Any) -> tuple[Mod | None, Mod | None]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """A GPU's multiprocessors; for tensors without data the one's that is built for or current; 2 if interpreted."""
+    """Multiprocessors of a GPU; a meta device's are the built-for GPU's or the current one's; 2 for an interpreter."""
     if device.type == "meta" and (gpu := AHEAD.get()) is not None:
         return int(gpu.multiprocessors)
     if device.type == "meta" and torch.cuda.is_available():

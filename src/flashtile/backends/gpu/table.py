@@ -52,7 +52,7 @@ class Kernel:
     reads: Callable[[Problem, Any], bool] = lambda problem, tensors: True
 
     def choose(self, problem: Problem) -> Any:
-        """The tiles of a call whose tensors have the usual layouts."""
+        """The tiles of a call if its tensors have the usual layouts."""
         return module(f"{self.package}.config").choose(problem)
 
     def describe(self, table: GpuBackend, problem: Problem) -> str:
@@ -104,7 +104,7 @@ class SplitForward(Kernel):
 def is_split(problem: Problem) -> bool:
     """Whether a forward has one tile of rows over many keys.
 
-    It looks at a sequence's own lengths, never at the batch, and so at no packed call, whose lengths are the longest.
+    It looks at a sequence's own lengths, never at the batch, and so at no packed call: its lengths are the longest.
     """
     p = problem
     if p.varlen or p.mask or p.intervals or p.bias_dtype or p.origins or p.dropout_p or p.out_dtype != p.dtype:
@@ -116,7 +116,7 @@ def is_split(problem: Problem) -> bool:
 
 
 def as_cached(problem: Problem) -> Problem:
-    """A call without a cache, over one whose entries are full."""
+    """A call without a cache, over a cache of full entries."""
     return problem.but(cached=True, grads=Grads())
 
 
@@ -189,7 +189,7 @@ class GpuBackend:
         return row.attend(problem, tensors)
 
     def launches(self, problem: Problem, tensors: Any, direction: Direction) -> dict[str, Launch]:
-        """The kernels of a direction of a call, by name, in order: those of its plan. A dout is contiguous."""
+        """The kernels of a call's plan for a direction, by name, in order. A dout is contiguous."""
         given: dict[str, Any] = {}
         if direction == "backward":
             given = {"dout": tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v)), "dlse": None}

@@ -106,15 +106,15 @@ class Schedule(NamedTuple):
     Attributes:
         BLOCK_M: Rows of a tile.
         BLOCK_N: Keys of a block.
-        FOLD_ROWS: Rows whose stored states are folded at once, a power of two.
+        FOLD_ROWS: How many rows' stored states are folded at once, a power of two.
         AHEAD: States that are loaded at once: whole runs.
-        LANES: Neighbouring key heads whose work is cut alike, for as many programs to read their keys at the same time.
+        LANES: Neighbouring key heads with work cut alike, for as many programs to read their keys at the same time.
         PATIENCE: How often a program looks whether the others of its tile have stored their states; 0 for never.
         splitting: ``Splitting``.
         most_rows: With packed queries, only sequences with so many packed rows a key head at most are computed; None if
             no launch leaves any out.
         above_keys: And with more keys than these.
-        SEARCH: Sequences whose work is summed at once, a power of two.
+        SEARCH: How many sequences' work is summed at once, a power of two.
         KEEPS: Whether registers hold the fold of a tile's states beside the state of a run.
     """
 
@@ -143,8 +143,8 @@ class Call(NamedTuple):
         results: ``Results``.
         schedule: ``Schedule``.
         leftpad: (batch,) int32, the first key that counts; None for 0.
-        causal: (batch,) bytes, whether a sequence's rows see no key past their own; None where the band is that of all.
-        qv: ``Rows`` like out: queries whose products with the values scores include; of Nones without.
+        causal: (batch,) bytes, whether a sequence's rows see no key past their own; None where all have one band.
+        qv: ``Rows`` like out: queries; scores include their products with the values; of Nones without.
         sinks: (num_heads_q,), or None.
         num_heads_kv: Key heads.
         GROUP: Query heads of each.
@@ -172,7 +172,7 @@ class New(NamedTuple):
         k: ``Rows``, like v.
         v: Values.
         count: Tokens.
-        slots: (count,) int64 or int32, where each is written: its row among those of all entries, or pages; negative
+        slots: (count,) int64 or int32, where each is written: its row among all entries' rows, or pages; negative
             for nowhere. None for where its position is.
         num_slots: Rows of all.
         entry_rows: Rows of one.

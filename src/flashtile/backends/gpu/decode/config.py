@@ -27,7 +27,7 @@ class Splitting:
         most_keys: Keys of a split, unless most_splits forbids it: many sequences of different lengths balance better.
         most_splits: Splits of a tile; twice as many where key heads are so few that a device is not full otherwise.
         most_slots: Packed rows times splits that a sequence may have, over all key heads. It bounds the workspace.
-        run: Splits of a run, whose states are folded before those of runs are.
+        run: Splits of a run; their states are folded before the states of runs are.
         long_keys: Keys of a sequence that may have twice as many splits anyway.
         fewest_of_long: Keys of a split of a sequence of more than 16 * fewest_keys: so many, or an eighth of the
             sequence if that is less. Among many such sequences, shorter splits take more time than programs without
@@ -154,10 +154,10 @@ def _has_little_shared_memory(problem: Problem) -> bool:
 
 
 def rows_of_tile(problem: Problem) -> int:
-    """Packed rows of a tile, by those of a sequence; of packed queries those of the longest that there may be.
+    """Packed rows of a tile, by a sequence's rows; for packed queries by the rows of the longest there may be.
 
     A packed call may have sequences of one row beside long ones, for which tiles of 64 lose less than tiles of 128. At
-    head_dim 256 the registers hold 32 rows; on Hopper, whose products take 64 rows, that many.
+    head_dim 256 the registers hold 32 rows; on Hopper, where products take 64 rows, that many.
     """
     dim, rows = max(problem.head_dim, problem.head_dim_v), problem.seqlen_q * problem.group_size
     if dim > 128:

@@ -68,7 +68,7 @@ def halves(pairs, scales):
 def power_of_rows(q, q_odd):
     """For each row a power of two that brings its largest element between 1 and 2.
 
-    Divided by it, bfloat16 elements are float16 ones, exactly but for those below 2^-14 of their row's largest, whose
+    Divided by it, bfloat16 elements are float16 ones, exactly but for those below 2^-14 of their row's largest: their
     error is 2^-25 of it.
     """
     top = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), tl.max(tl.abs(q_odd.to(tl.float32)), 1))

@@ -5,8 +5,8 @@ splits by a rule that looks at the sequence alone. The softmax state of every sp
 of RUN neighbouring splits, a run, are folded first to last, and then the states of runs. So a result does not depend on
 who computes which split. A program that does all of a tile folds in registers, if they hold it; else the states of runs
 (of splits, where there would be too few runs for all programs) go through memory, and the program that stores the last
-of a tile folds them. Work items are one or more neighbouring states. The items of all tiles form one row, of which
-every program takes a contiguous part of equal cost. Mathematics: docs/algorithm.md, "Splits". Source: Dao, Haziza,
+of a tile folds them. Work items are one or more neighbouring states. The items of all tiles form one row, and each
+program takes a contiguous part of equal cost. Mathematics: docs/algorithm.md, "Splits". Source: Dao, Haziza,
 Massa and Sizov 2023, "Flash-Decoding"; Milakov and Gimelshein 2018, arXiv:1805.02867.
 """
 
@@ -132,7 +132,7 @@ def load_block(cache, base, place, inside):
 def place_block(first, inside, place, cache, BLOCK_N: tl.constexpr):
     """Where the keys ``first`` to ``first + BLOCK_N`` lie: page, first row, and each key's row after that.
 
-    In pages the page is [BLOCK_N] int64, and rows are those of the page; in a cache by sequence it is 0. Page ids are a
+    In pages the page is [BLOCK_N] int64, and rows are the page's; in a cache by sequence it is 0. Page ids are a
     tensor even where one page holds the whole block, since Triton prefetches loads of tensors, not of scalars. The
     table is read only for keys inside: its other entries may hold anything.
     """
@@ -146,7 +146,7 @@ def place_block(first, inside, place, cache, BLOCK_N: tl.constexpr):
         if PAGE_SIZE % BLOCK_N == 0:
             index, row = first // PAGE_SIZE + key * 0, first % PAGE_SIZE + key
         elif BLOCK_N % PAGE_SIZE == 0:
-            # Rows within pages are those of every block: nothing is divided in the loop.
+            # Rows within pages are the same for every block: nothing is divided in the loop.
             index, row = first // PAGE_SIZE + key // PAGE_SIZE, key % PAGE_SIZE
         else:
             index, row = (first + key) // PAGE_SIZE, (first + key) % PAGE_SIZE
@@ -300,7 +300,7 @@ def end_split(state, run, total, slot, splits_left, is_last, part, call):
     """Folds the (acc, row_max, row_sum) of a split into its run's. A run's at its end is stored, or folded into all.
 
     Returns:
-        The run's, that of all, the slot of the next state and how many splits its run has left.
+        The run's state, the state of all, the slot of the next state and how many splits its run has left.
     """
     run, run_max, run_sum = run
     total, total_max, total_sum = total
@@ -453,7 +453,7 @@ def attend_tile(place, shape, row, h, part, head, call):
 def finish(acc, row_max, row_sum, b, place, packed, col, shape, call, writes_lse=True):
     """Normalises packed rows [ROWS], with columns ``col`` [1, BLOCK_DV], and stores them; sinks join here, once.
 
-    Where several programs finish columns of the same rows, one ``writes_lse``.
+    Where several callers finish columns of the same rows, one ``writes_lse``.
     """
     row, h, exists = work.rows_of_tile(packed, place.h_kv, shape.num_rows, call.GROUP)
     if call.cache.scales.EIGHT_BIT:

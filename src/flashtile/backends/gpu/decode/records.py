@@ -1,4 +1,4 @@
-"""Cached calls' arguments from a ``Problem`` and its tensors; operands are those of ``launch.plan_of``."""
+"""Cached calls' arguments from a ``Problem`` and its tensors; operands are ``launch.plan_of``'s."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def call_of(problem: Problem, tensors: CacheTensors, config: DecodeTiles, slots:
 
 
 def cache_of(problem: Problem, t: CacheTensors, as_8_bit: torch.dtype | None, block_d: int, block_dv: int) -> Cache:
-    """The record of a cache whose 8-bit numbers are read as another type; without its rows if that is None."""
+    """The record of a cache, its 8-bit numbers read as another type; without its rows if that is None."""
     p, is_8_bit = problem, _is_8_bit(problem)
     values, none = t.v_cache, Rows(*[None] * len(Rows._fields))
     if t.row_scale is not None:
@@ -168,7 +168,7 @@ def _mods(problem: Problem, t: CacheTensors) -> Mods:
 
 
 def _band(problem: Problem) -> Band:
-    """The band, whose chunks are added to positions: longer ones than a sequence have the same effect."""
+    """The band; its chunks are added to positions: longer ones than a sequence have the same effect."""
     band, most = problem.band, max(problem.seqlen_k, 1)
     if band.chunk is None:
         return Band(band.left, band.right)

@@ -14,7 +14,7 @@ _ALL_STATES, _ALL_HELPERS = tl.constexpr(2**8 - 1), tl.constexpr(2**23 - 1)
 
 @triton.jit
 def fold(total, total_max, total_sum, acc, row_max, row_sum, LARGE: tl.constexpr = False):
-    """Folds the softmax state of the next split into that of all splits before it; LARGE: see ``softmax``.
+    """Folds the softmax state of the next split into the state of all splits before it; LARGE: see ``softmax``.
 
     Every product and sum is written as the machine must compute it, so that the same states give the same bits wherever
     this is compiled.
@@ -89,7 +89,7 @@ def fold_states(
 
 @triton.jit
 def load_state(slot, pitch, number, num_states, exists, call):
-    """A stored state, (acc, row_max, row_sum); that of no keys past the last one."""
+    """A stored state, (acc, row_max, row_sum); past the last one, the state of no keys."""
     col, there = tl.arange(0, call.out.BLOCK_DIM)[None, :], exists & (number < num_states)
     # What all states of the rows share comes first, so that it is computed once.
     stats = call.results.stats + 2 * slot[:, None] + tl.arange(0, 2)[None, :]
@@ -154,7 +154,7 @@ def wait_for_others(counter, before, bit, goal, PATIENCE: tl.constexpr):
         polls += 1
         waits = now == before
         if waits & (polls == PATIENCE):
-            # Whoever stored the last state relies on the helpers whose bits it saw, then zeroes the counter.
+            # Whoever stored the last state relies on each helper that it saw a bit of, then zeroes the counter.
             stored = tl.atomic_and(counter, ~bit)
             waits = ((stored & bit) == 0) | ((stored & _ALL_STATES) == goal)
     return now, now != before

@@ -145,7 +145,7 @@ def cost_of(shape, call):
 
 @triton.jit
 def work_of(span, sizing, call):
-    """The items of a lane of a sequence, their cost, and that of the costliest."""
+    """The items of a lane of a sequence, their cost, and the cost of the costliest."""
     shape = shape_of(span, sizing, call)
     cost = cost_of(shape, call)
     items = shape.num_tiles * (call.num_heads_kv // call.schedule.LANES) * shape.num_items
@@ -250,7 +250,7 @@ def next_part(at, stop, spans, sizing, call):
 def find_sequence(at, spans, sizing, call):
     """The sequence in which a lane's work stands at a cost of ``at``; and the cost, the slots and the tiles before it.
 
-    Slots are rows of the workspace. They and tiles are those of all lanes.
+    Slots are rows of the workspace. They and tiles are counted over all lanes.
     """
     found, tiles_before = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     cost_before, slots_before = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
