@@ -31,12 +31,12 @@ def call_of(
 
 
 def rows_of(box: TensorMap, block_dim: int, dim: int | None = None) -> Rows:
-    """The rows of a tensor that TMA reads; block_dim: columns of a tile, of which products need ``dim``, or all."""
+    """The rows of a tensor that TMA reads; block_dim: columns of a tile; products need ``dim`` of them, or all."""
     return Rows(None, box, None, None, None, dim, block_dim, None, len(box.box) == 5)
 
 
 def keys_of(problem: Problem, t: Tensors | QuantizedTensors, cache: Cache | None = None) -> Keys:
-    """Those of a call; cache: where they are, if they are in one."""
+    """The ``Keys`` of a call; cache: where they are, if they are in one."""
     if cache is not None:
         return Keys(None, problem.seqlen_k, cache, True, True)
     return Keys(pointer(t.cu_seqlens_k, "cu_seqlens_k"), t.k.shape[-3], None, False, problem.varlen)
@@ -59,7 +59,7 @@ def output_of(problem: Problem, box: TensorMap | None, block_dim: int, is_joined
 def mods_of(
     problem: Problem, t: Tensors, bias_map: TensorMap | None, mask_map: TensorMap | None, intervals: Masks | None
 ) -> Mods:
-    """The ``Mods`` of a call; maps are those of ``tensor_maps.score_map``, None for what threads load themselves."""
+    """The ``Mods`` of a call; maps are ``tensor_maps.score_map``'s, None for what threads load themselves."""
     p, alibi, bias, mask = problem, None, None, None
     if t.alibi_slopes is not None:
         # Kept keys are then never past their row.

@@ -16,7 +16,7 @@ _FAR = 2**30
 
 
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a device; for tensors that only show a layout those of the GPU that is built for, or 1."""
+    """Multiprocessors of a device; if tensors only show a layout, of the GPU that is built for, or 1."""
     gpu = AHEAD.get() if device.type == "meta" else None
     return _num_sms(device) if gpu is None else int(gpu.multiprocessors)
 

@@ -82,7 +82,7 @@ def prepared(
     memory = gradient_memory(p, t) | table_memory(p, t.q) | repair.backward_memory(p, t, work.blocks)
     memory["work"] = empty(device, (work.floats,))
     if p.intervals:
-        # Those of keys, then those of rows, which are big heads' alone.
+        # Bounds of keys, then bounds of rows, which are big heads' alone.
         numbers = sum(most_bounds(p, t, over_keys=over_keys) for over_keys in (True, False))
         memory["bounds"] = empty(device, (numbers,), torch.int32)
     own = launches(p, t, dout, made["dlse"], config, work, adds=adds)
@@ -178,7 +178,7 @@ def without_pairs(
 
 
 def _sinks_gradient(problem: Problem, config: Any, work: Workspace, sinks: Tensor, space: Tensor) -> Tensor:
-    """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value, and so whose dprobs, is 0."""
+    """``-sum over rows of exp(sink - lse) * delta``: a sink is a key with value 0, and so dprobs 0."""
     p = problem
     rows = space[work.rows_at // 4 : work.counter_at // 4]
     lse_log2, delta = rows.view(1 if p.varlen else p.batch, p.num_heads_q, -1, 2, config.block_m).unbind(3)
@@ -236,7 +236,7 @@ def _chain_workspace(problem: Problem, config: BackwardTiles, tensors: Tensors) 
 
 
 def _as_one(problem: Problem) -> Problem:
-    """A packed call's rows as those of one sequence."""
+    """A packed call, its rows as one sequence's."""
     return problem.but(varlen=False, batch=1, grad_dtype=problem.dtype)
 
 
@@ -352,7 +352,7 @@ def keys_of(problem: Problem, t: Tensors) -> Sequences:
 
 
 def backward_mods(problem: Problem, t: Tensors, masks: Masks | None) -> Mods:
-    """Those of the forward, but that products may be multiplied with a scale that is not > 0: no maximum is taken."""
+    """The forward's ``Mods``, but products may be multiplied with a scale that is not > 0: no maximum is taken."""
     mods = mods_of(problem, t, None, None, masks)._replace(sinks=None, SCALE_FIRST=False)
     if problem.softcap > 0 or problem.score_function is not None:
         return mods

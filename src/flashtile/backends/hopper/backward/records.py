@@ -59,7 +59,7 @@ class Splits(NamedTuple):
         count: Splits of a key head.
         heads: Heads of a split; the last may have fewer.
         sums_each: Sums of dk and dv for each key head: one, or one for each split.
-        sums: Those of all heads of a sequence.
+        sums: Sums of all heads of a sequence.
     """
 
     count: Any
@@ -72,13 +72,13 @@ class Schedule(NamedTuple):
     """Which tiles there are, and in which order programs take them.
 
     Attributes:
-        heads_at_once: Heads whose tiles run at the same time.
+        heads_at_once: Heads with tiles that run at the same time.
         heads: Heads of tiles in each sequence: heads of keys, or the splits of all of them.
-        all_heads: Those of all sequences, of packed ones as of one.
+        all_heads: Heads of all sequences, of packed ones as of one.
         first_head: The first, read only if CHAINED.
-        splits: ``Splits``, whose tiles have the head ``key head * count + split``; None without.
+        splits: ``Splits``; tiles have the head ``key head * count + split``; None without.
         FALLING: Whether tiles are handed out with keys falling.
-        CHAINED: Whether the workspace is a chain's: it has the rows of all packed sequences as those of one.
+        CHAINED: Whether the workspace is a chain's: it has the rows of all packed sequences as one's.
     """
 
     heads_at_once: Any

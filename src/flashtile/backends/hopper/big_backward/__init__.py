@@ -1,1 +1,1 @@
-"""The backward of head dimensions past 256: a kernel for each gradient, whose columns two warpgroups share."""
+"""The backward of head dimensions past 256: a kernel for each gradient; two warpgroups share its columns."""

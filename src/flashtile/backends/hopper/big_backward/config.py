@@ -83,7 +83,7 @@ def _even(count: int) -> int:
 
 
 def _widest(block_d: int) -> int:
-    """Columns of a chunk of which both warpgroups have some: a product of 128 columns reads its operands faster."""
+    """Columns of a chunk that both warpgroups share: a product of 128 columns reads its operands faster."""
     return 128 if block_d % 128 == 0 and block_d > 128 else 64
 
 

@@ -32,7 +32,7 @@ big_backward = device_code("flashtile.backends.hopper.big_backward.kernel").big_
 _BOX = 64
 # Half of Hopper's L2, as in ``backward.launch``.
 _CACHE_BYTES = 25 * 1024 * 1024
-# Tiles for each multiprocessor, of which Hopper has so many: of fewer than these, few are so long that others wait for
+# Hopper has so many multiprocessors, for each so many tiles: of fewer than these, few are so long that others wait for
 # them at the end; splits are to make so many.
 _MULTIPROCESSORS, _TILES_EACH, _SPLITS_EACH = 132, 2, 4
 
@@ -115,7 +115,7 @@ def launches(
 
 
 def _side(problem: Problem, tensors: Tensors, *, over_keys: bool) -> Side:
-    """Bounds of the queries follow those of the keys."""
+    """Bounds of the queries follow bounds of the keys."""
     offset = 0 if over_keys else most_bounds(problem, tensors, over_keys=True)
     return Side(BLOCK, over_keys, offset=offset)
 
@@ -132,7 +132,7 @@ def _gradient_launch(
         heads *= work.gqa_splits
     masks = None
     if p.intervals:
-        # Scores lie keys first, whatever the tile is of: bounds alone are those of its side.
+        # Scores lie keys first, whatever the tile is of: bounds alone are its side's.
         masks = masks_of(p, t, _side(p, t, over_keys=True))
         masks = masks._replace(bounds=masks_of(p, t, _side(p, t, over_keys=of != "q")).bounds)
     dims = (c.block_d, c.block_d, c.block_dv)
@@ -170,7 +170,7 @@ def _falls(problem: Problem, of: str) -> bool:
 
 
 def _heads_at_once(problem: Problem, t: Tensors, of: str) -> int:
-    """Heads whose tiles start together, the longest first; 1 where all tiles of a head take as long.
+    """Heads with tiles that start together, the longest first; 1 where all tiles of a head take as long.
 
     As many as have rows that fit L2, or two tiles for each multiprocessor, if their rows do not far exceed L2.
     """

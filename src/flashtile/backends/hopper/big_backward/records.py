@@ -29,17 +29,17 @@ class Gradient(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """A kernel's tiles: 64 rows of the side whose gradient it computes, past which those of the other side go.
+    """A kernel's tiles: 64 rows of the side that the gradient is of; the other side's rows go past them.
 
     Attributes:
-        OF: The tensor whose gradient it computes: ``"q"``, ``"k"`` or ``"v"``.
+        OF: The tensor that the gradient is of: ``"q"``, ``"k"`` or ``"v"``.
         BLOCK_M: Queries of a step.
         KEYS: Keys of a step.
         CHUNK: Columns of what is loaded at once of the queries or keys of the scores.
         CHUNKS: Buffers for such chunks that pass.
         CHUNK_V: Columns of what is loaded at once of dout and the values of dprobs; None for dv, like the next.
         CHUNKS_V: Buffers for those.
-        CHUNK_OWN: Columns of what is loaded at once of that of which the gradient is made.
+        CHUNK_OWN: Columns of what is loaded at once of the tensor that the gradient is made of.
         CHUNKS_OWN: Buffers for those, an even number.
         NUM_OWN: Such chunks of a step.
         REGISTERS: What setmaxnreg gives the follower's threads; the compiler gives the scorer's the rest.

@@ -105,7 +105,7 @@ def publish_tile(records, grid):
 
 @gluon.jit
 def num_steps(records, grid):
-    """Blocks of the other side that the tile visits, those of each query head of a group being its own."""
+    """Blocks of the other side that the tile visits; each query head of a group has blocks of its own."""
     steps = records.get(0, "end") - records.get(0, "start")
     if grid.tiles.OF == "q":
         return steps * records.get(0, "is_tile")

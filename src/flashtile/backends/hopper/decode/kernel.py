@@ -1,7 +1,7 @@
 """Attention over a cache for Hopper, for key heads that many rows share: loads, products and softmax overlap.
 
 A warp finds the parts of a program, a warp loads their keys and values by TMA, and warpgroups of 64 rows compute with
-WGMMA. Which splits there are, which program computes them, and how their states are stored and folded is that of the
+WGMMA. Which splits there are, which program computes them, and how their states are stored and folded is as in the
 Triton kernel, ``backends/gpu/decode/kernel.py``. Source of the schedule: Shah et al. 2024, FlashAttention-3,
 arXiv:2407.08608, section 3.
 """

@@ -38,7 +38,7 @@ RECORD_SIZE = gl.constexpr(32)
 class Channels:
     """What producer and consumers hand each other: records of parts, and rings of queries, keys and values.
 
-    ``queries`` are those of one consumer, which loads them itself.
+    ``queries`` belong to one consumer, which loads them itself.
     """
 
     parts: Records
@@ -267,7 +267,7 @@ def attend(channels, parts, used, zeros, call, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def last_keys_of(records, parts, zeros, call, WARPGROUP: gl.constexpr):
-    """The last key that each row of a part sees, for ``keep_columns``, and the blocks of which all see all keys.
+    """The last key that each row of a part sees, for ``keep_columns``, and how many blocks all rows see whole.
 
     The position of rows that do not exist is past all others.
     """
@@ -312,7 +312,7 @@ def operand(e, channels, zeros):
 
 @gluon.jit
 def end_split(acc, row_max, row_sum, run, run_max, run_sum, call):
-    """The state of a run after a split of it, whose sums are each thread's."""
+    """The state of a run after a split of it; the split's sums are each thread's."""
     row_max = of_rows(row_max, acc)
     row_sum = of_rows(gl.sum(row_sum, 1), acc)
     if call.schedule.splitting.RUN == 1:

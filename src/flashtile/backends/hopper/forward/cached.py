@@ -68,7 +68,7 @@ def paging_of(size: int) -> Paging:
     """``Paging`` of pages of so many rows.
 
     The multiplier is 2**(31 + shift) / size rounded up, by less than 2**shift / size; so a number up to 2**31 is off by
-    less than 1 / size. It takes 32 bits, which a kernel takes for those of a negative number.
+    less than 1 / size. It takes 32 bits, which a kernel takes for a negative number's.
     """
     shift = (size - 1).bit_length()
     return Paging(size, -(-(2 ** (31 + shift)) // size) - 2**32, shift)

@@ -37,7 +37,7 @@ class ForwardTiles:
         tile_stages: How many tiles a program finds ahead of working on them.
         dynamic: Whether programs take tiles from a shared counter, not in a static order.
         overlap: Whether the next tile's first scores are started before a tile's end; takes two buffers for queries, or
-            one whose queries warpgroups hold in registers.
+            one if warpgroups hold its queries in registers.
         pingpong: Whether a barrier makes warpgroups start a step's products one after another.
         in_turn: Whether a step's softmax waits for all of its products: to measure what running under them saves.
         out_cols: Columns of the pieces in which the output leaves.
@@ -119,7 +119,7 @@ class ForwardTiles:
         return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}{widens}{copied}"
 
 
-# Widths of tiles, whose parts are powers of two (``device/parts.py``): each takes less time than the next.
+# Widths of tiles; their parts are powers of two (``device/parts.py``). Each takes less time than the next.
 WIDTHS = (64, 96, 128, 160, 192, 256)
 # More buffers than these gain nothing.
 MOST_STAGES = 4
@@ -139,7 +139,7 @@ def buffer_bytes(block_n: int, rows: int, score_bytes: tuple[int, int]) -> int:
 def two_warpgroups(
     block_d: int, block_dv: int, block_n: int | None = None, score_bytes: tuple[int, int] = (0, 0)
 ) -> ForwardTiles:
-    """Two warpgroups of 64 rows, of which registers allow no third where a row is long.
+    """Two warpgroups of 64 rows; registers allow no third where a row is long.
 
     Shared memory goes to the overlap of tiles first, then to buffers for all of the output, then to a third and fourth
     stage. Blocks of 64 keys leave room for the overlap where q and k are wide, and registers where v is.
@@ -211,8 +211,8 @@ def widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 # The cost of tiles beside their rows, fitted to times of 76 shapes: the loads and the store of a strip, in blocks of
-# keys; the time of a row of three warpgroups' tiles over that of two, and what is added to it, divided by a tile's
-# blocks of keys; that over a cache.
+# keys; the time of a row of three warpgroups' tiles over one of two's, and what is added to it, divided by a tile's
+# blocks of keys; what is added over a cache.
 _STRIP_BLOCKS, _THIRD_WARPGROUP, _THIRD_WARPGROUP_BLOCKS, _THIRD_WARPGROUP_CACHED_BLOCKS = 5 / 64, 0.87, 0.25, 0.6
 # pack_gqa is used where its estimated cost is below this share of the other's. Each of the two strips takes a build;
 # packed sequences use the longer one, and so does head_dim 256, where the producer would spill with eight strips a
@@ -386,7 +386,7 @@ def is_dear(problem: Problem) -> bool:
 
 
 def _loads_by_key(function: Any) -> bool:
-    """Whether a user's mask loads what keys alone decide, as that of documents: 128 a block take registers."""
+    """Whether a user's mask loads what keys alone decide, as a mask of documents does: 128 a block take registers."""
     if function is None:
         return False
     graph = function.graph
@@ -433,7 +433,7 @@ def with_helpers(problem: Problem, config: ForwardTiles) -> ForwardTiles:
 
 @functools.cache
 def _variant(config: ForwardTiles, **changes: Any) -> ForwardTiles:
-    """``replace``, whose checks take longer than all else that a new length costs here."""
+    """``replace``, cached, since its checks take longer than all else that a new length costs here."""
     return replace(config, **changes)
 
 

@@ -1,1 +1,1 @@
-"""Attention over a cache of latent rows on Hopper (MLA): keys whose first 512 columns are the values, one key head."""
+"""Attention over a cache of latent rows on Hopper (MLA): the first 512 columns of keys are the values, one key head."""

@@ -14,7 +14,7 @@ PATIENCE = 256
 
 @dataclass(frozen=True)
 class LatentTiles:
-    """Tiles: 64 rows, blocks of 64 keys, whose buffers with the queries' fill shared memory.
+    """Tiles: 64 rows, blocks of 64 keys; their buffers and the queries' fill shared memory.
 
     Attributes:
         fixed_cost: See ``records.Latent``, like all of them.

@@ -39,7 +39,7 @@ def end_part(accs, row_max, row_sum, records, parts, call, latent, HALF: gl.cons
 
 @gluon.jit
 def slot_of(origin, state, latent):
-    """The first row's slot of a state of a tile, whose first part is of program ``origin``.
+    """The first row's slot of a state of a tile that program ``origin`` has the first part of.
 
     A program ends with the first part of a tile that it shares, and begins with another part of one.
     """
@@ -167,7 +167,7 @@ def fold_shares(rank, step, origin, num_states, place, shape, count, call, laten
 
 @gluon.jit
 def fold(row, col, origin, num_states, count, call, latent, HALF: gl.constexpr, AHEAD: gl.constexpr):
-    """The fold of some rows and columns of a tile's states in their order, AHEAD of which are loaded at once.
+    """The fold of some rows and columns of a tile's states in their order; AHEAD states are loaded at once.
 
     A loop: to fetch instructions that run once takes as long as to load numbers. .cg bypasses L1, which may be stale.
     """

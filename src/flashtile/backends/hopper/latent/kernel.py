@@ -2,11 +2,11 @@
 
 A program has 64 rows of a sequence, query heads times queries, and some blocks of its keys. The scorer's product takes
 a block's 576 columns; its probabilities go where the block's own 64 columns of keys were, so that they take no memory.
-Two summers have half of the output's columns each, both operands of whose products are in shared memory. The scorer is
+Two summers have half of the output's columns each; both operands of their products are in shared memory. The scorer is
 at a block while the summers are at the one before, so that products and exponentials overlap. Values of 8 bits land
 in the first half of the buffer that they become, where further warps widen them. What a program computes
-says ``shares``; states of tiles that several programs have parts of are folded as those of the Triton kernel. The shape
-of the schedule is that of FlashMLA (DeepSeek, 2025) and FlashAttention-3's for wide values, with roles in other hands.
+says ``shares``; states of tiles that several programs have parts of are folded as the Triton kernel folds its own. The
+schedule has the shape of FlashMLA's (DeepSeek, 2025) and FlashAttention-3's for wide values, roles in other hands.
 """
 
 from triton.experimental import gluon

@@ -27,11 +27,11 @@ def attend(problem: Problem, tensors: CacheTensors) -> list[Attention]:
 def latent_launch(problem: Problem, tensors: CacheTensors) -> Attention:
     """The launch of the attention, with what it needs.
 
-    A program leaves two states at most, that of the tile that it begins in and that of the one that it ends in.
+    A program leaves two states at most: one of the tile that it begins in and one of the tile that it ends in.
     """
     p, t, config, programs = problem, tensors, choose(problem), multiprocessors(tensors.q.device)
     slots = 2 * ROWS * programs
-    # All but the tiles is that of the Triton kernel.
+    # All but the tiles is the Triton kernel's.
     tiles = portable.DecodeTiles(ROWS, 64, 4, config.stages, 1, specialised=True)
     call = records.call_of(p, t, tiles, slots, 1, few=False)
     search = max(records.search_of(p.batch + p.varlen, packed=False, least=64), 64)
@@ -58,14 +58,14 @@ def latent_launch(problem: Problem, tensors: CacheTensors) -> Attention:
 
 
 def queries_of(problem: Problem, tensors: CacheTensors) -> tuple[TensorMap | None, TensorMap | None]:
-    """The queries' own columns and those of the values as TMA loads them, or None if it cannot load one of them."""
+    """The queries' own columns and the values' columns as TMA loads them, or None if it cannot load one of them."""
     p, t = problem, tensors
     maps = [query_map(name, x) for name, x in (records.queries_of(t), ("qv", t.qv)) if x is not None]
     return (None, None) if p.num_heads_kv > 1 or None in maps else (maps[0], maps[1])
 
 
 def query_map(name: str, queries: Tensor) -> TensorMap | None:
-    """Boxes of a tile's rows by 64 columns, if there are rows, whose heads and queries are at the same distance."""
+    """Boxes of a tile's rows by 64 columns, if there are rows, and their heads and queries at the same distance."""
     x = queries if queries.dim() == 4 else queries[None]
     batch, seqlen, heads, dim = x.shape
     entry, row, head, _ = x.stride()

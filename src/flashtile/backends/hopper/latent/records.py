@@ -21,12 +21,12 @@ class Channels:
 
     Attributes:
         parts: Records of parts.
-        queries: Those of a part by pieces of columns, of the values' first and then of the keys'; one use each.
+        queries: Queries of a part by pieces of columns, of the values' first and then of the keys'; one use each.
         values: By pieces of columns, each released by the one summer that has it: the scorer has read a block before
             it leaves the probabilities without which summers do not begin.
-        landings: Values of 8 bits, where ``values`` will be; the same as those where they are of 16.
-        scales: Theirs, of a block; ``factors`` where there are none.
-        keys: The keys' own columns, in whose place the scorer leaves the block's probabilities, which take as much.
+        landings: Values of 8 bits, where ``values`` will be; the same as ``values`` where these are of 16.
+        scales: Scales of a block's values; ``factors`` where there are none.
+        keys: The keys' own columns; in their place the scorer leaves the block's probabilities, which take as much.
         factors: By which rows are rescaled before a block is added.
         results: The rows' maxima and sums of a part.
     """

@@ -115,7 +115,7 @@ def producer(channels, call, latent):
 
 @gluon.jit
 def pages_of(b, entry, high, n, call, latent):
-    """The entry of each box of rows of block n; 0 where its page has no keys, whose number may be anything."""
+    """The entry of each box of rows of block n; 0 where its page has no keys, and so may have any number."""
     ROWS: gl.constexpr = latent.k.block_type.shape[2]
     pages = ()
     for i in gl.static_range(call.schedule.BLOCK_N // ROWS):

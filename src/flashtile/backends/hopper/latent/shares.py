@@ -24,7 +24,7 @@ class Line(NamedTuple):
     Attributes:
         sequences: Their numbers.
         blocks: Blocks of keys of a tile of each, at least 1; a group of LANES tiles is as long.
-        ends: The cost of each and of all before it, in blocks: int32 holds that of 10^11 keys.
+        ends: The cost of each and of all before it, in blocks: int32 holds the cost of 10^11 keys.
         total: The cost of all.
         teams: Teams that have a share.
         least: The least share.
@@ -182,7 +182,7 @@ def teams_at(group, line):
 
 @triton.jit
 def last_before(at, line):
-    """The last team whose share would begin at a place or before, were it not moved."""
+    """The last team with a share that would begin at a place or before, were it not moved."""
     after = at - line.longer * (line.least + 1)
     is_longer = after < 0
     team = tl.where(is_longer, at, after) // tl.maximum(tl.where(is_longer, line.least + 1, line.least), 1)

@@ -39,7 +39,7 @@ def widen_piece(channels, latent, used, NUMBER: gl.constexpr):
     tile = channels.values[NUMBER].at(used)
     PIECE: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = rows_layout(PIECE, 4)
-    # As TMA leaves them, whose rows are of 16 bytes.
+    # As TMA leaves the scales, in rows of 16 bytes.
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     scales = channels.scales.at(used)
     SHAPE: gl.constexpr = scales.shape
