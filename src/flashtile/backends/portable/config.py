@@ -112,7 +112,7 @@ _NOT_MEASURED_HERE = {"table": "", "gain": 1.0, "flashtile": "", "triton": ""}
 class Entry(NamedTuple):
     """A row of a file: for which calls, ``PortableTiles.name`` of their tiles, how many times as fast, who measured.
 
-    In a user's file ``gpu`` and ``dtype`` are full names, ``head_dims`` those of keys and values, ``mask`` is full,
+    In a user's file ``gpu`` and ``dtype`` are full names, ``head_dims`` keys' and values', ``mask`` is full,
     causal or window, and ``table`` the name of the tables' tiles without descriptors. In ``tiles.json`` they are an
     architecture, a dtype or 16 bits, the most columns, and what ``mask_of`` says.
     """

@@ -82,7 +82,7 @@ def kinds_launch(
 
 
 class PartialBlocks(NamedTuple):
-    """Blocks whose bits a launch stores, one after another.
+    """Blocks that a launch stores the bits of, one after another.
 
     Attributes:
         ptr: int32, the bits, as ``block_mask.with_bits`` says.
@@ -92,7 +92,7 @@ class PartialBlocks(NamedTuple):
         seqlen_k: Keys.
         OWN: Rows or keys of a block of this side.
         OTHER: Rows or keys of a block of the other side.
-        OVER_KEYS: Whether this side is that of keys.
+        OVER_KEYS: Whether this side is the keys'.
     """
 
     ptr: Any

@@ -64,11 +64,11 @@ def call_of(
         problem: The call.
         t: Its tensors.
         config: The kernel's tiles.
-        described: Those of q, k, v and dout that its loop loads: by descriptors if all of them can be.
+        described: What its loop loads of q, k, v and dout: by descriptors if all of them can be.
         dout: The output's gradient, in the backward.
         bias_sums: Whether a kernel's program sums over sequences, and over heads, that share a bias.
         masks: Intervals or lists of the call, as the kernel's tiles need them.
-        has_own_slope: Whether the slope of a user's score mod is wanted, or those of what follows it alone.
+        has_own_slope: Whether the slope of a user's score mod is wanted, or the slopes of what follows it alone.
     """
     p = problem
     block_d, block_dv = tile_dims(p)
@@ -88,7 +88,7 @@ def call_of(
 
 
 def sequences_of(problem: Problem, t: Tensors | QuantizedTensors) -> tuple[Sequences, Sequences]:
-    """Those of the queries and of the keys."""
+    """The ``Sequences`` of the queries and of the keys."""
     return (
         Sequences(pointer(t.cu_seqlens_q, "cu_seqlens_q"), problem.batch, t.q.shape[-3]),
         Sequences(pointer(t.cu_seqlens_k, "cu_seqlens_k"), problem.batch, t.k.shape[-3]),
@@ -226,7 +226,7 @@ def descriptors(tensors: dict[str, Any], config: PortableTiles) -> dict[str, tup
 
 
 def descriptor(name: str, tensor: Tensor, rows: int, columns: int) -> TensorMap:
-    """A tensor map over (batch, rows, heads, dim), or packed rows, whose box is ``rows`` by ``columns`` of one head."""
+    """A tensor map over (batch, rows, heads, dim), or packed rows; its box is ``rows`` by ``columns`` of one head."""
     packed = tensor.dim() == 3
     shape, strides = geometry(tuple(tensor.shape), tensor.stride(), packed)
     return TensorMap(tensor.dtype, shape, strides, (1,) * packed + (1, rows, 1, columns), None, name)

@@ -1,7 +1,7 @@
-"""Repairs of what another backend's kernels have lost: rows whose scores are huge.
+"""Repairs of what another backend's kernels have lost: rows of huge scores.
 
-Kernels that multiply scores with LOG2_E before they take maxima, and keep lse as one float32, lose rows of which that
-is not below ``softmax.MOST`` in size: a product overflows, or beside 1e9 the log of a sum is rounded away. Such rows
+Kernels that multiply scores with LOG2_E before they take maxima, and keep lse as one float32, lose rows with an lse
+not below ``softmax.MOST`` in size: a product overflows, or beside 1e9 the log of a sum is rounded away. Such rows
 show by what lse they store; their tiles alone are computed once more here, and of calls with ``Problem.large_scores``
 alone. Where there are none, a program reads lse of its rows and ends.
 

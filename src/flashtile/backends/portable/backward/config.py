@@ -40,7 +40,7 @@ def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]
 
 
 def may_add_bias(problem: Problem) -> bool:
-    """Whether the kernel of dq may compute dbias too, by atomic adds, whose order is not repeatable."""
+    """Whether the kernel of dq may compute dbias too, by atomic adds in an order that is not repeatable."""
     return problem.grads.bias and problem.grads.q and not problem.deterministic
 
 

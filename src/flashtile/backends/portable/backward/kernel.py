@@ -55,7 +55,7 @@ def probabilities(product, lse, call, head, at, edge, partial, WITH_SLOPE: tl.co
 def load_row_terms(of_rows, num_heads, head, queries, rows):
     """Loads a tuple of lse, and of what it lost, and delta of rows of a head.
 
-    Those of rows past the end make every probability and gradient 0.
+    Terms of rows past the end make every probability and gradient 0.
     """
     at = (tl.cast(queries.batch_index, tl.int64) * num_heads + head.h) * of_rows.stride_head + queries.start
     lse = (tl.load(of_rows.lse + at + rows, mask=rows < queries.length, other=float("inf")),)
@@ -92,7 +92,7 @@ def has_lost(of_rows, call, b, h, queries):
 
 @triton.jit
 def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, place):
-    """Adds the contribution of one head's query blocks, those of ``blocks.KeyBlocks``, to dk and dv, where needed.
+    """Adds the contribution of one head's query blocks, the ``blocks.KeyBlocks``, to dk and dv, where needed.
 
     The scores' first dimension is the keys.
     """

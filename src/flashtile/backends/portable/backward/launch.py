@@ -97,7 +97,7 @@ def plan(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) 
 
 
 def bounds_places(problem: Problem, tensors: Tensors) -> tuple[int, int, int]:
-    """Where the bounds of tiles of keys begin, those for dv alone, and the end of all; those of rows come first."""
+    """Where bounds of tiles of keys begin, bounds for dv alone, and the end of all; bounds of rows come first."""
     rows, keys = most_bounds(problem, tensors), most_bounds(problem, tensors, over_keys=True)
     return rows, rows + keys, rows + 2 * keys
 
@@ -143,7 +143,7 @@ def launches(
 
 
 def _operand_launches(problem: Problem, tensors: Tensors, dout: Tensor) -> dict[str, Launch]:
-    """Those of the gradients of what a score mod captures; by arbitrary places two, if they must be repeatable."""
+    """Launches for gradients of what a score mod captures; two by arbitrary places, if they must be repeatable."""
     from flashtile.backends.portable.backward import operands
 
     made, of_rows = {}, row_terms(problem, tensors)
@@ -264,7 +264,7 @@ def _bias_shape(problem: Problem, bias: Tensor) -> tuple[tuple[int, ...], list[b
 
 
 def bias_parts(problem: Problem, bias: Tensor) -> int:
-    """Parts of a batch that shares a bias of few tiles, each of which has sums of its own: for some 256 programs."""
+    """Parts of a batch that shares a bias of few tiles; each has sums of its own: for some 256 programs."""
     programs, is_shared = _bias_tiles(problem, bias), _bias_batch(bias) == 1
     return max(1, min(problem.batch, PROGRAMS // max(1, programs))) if is_shared else 1
 
@@ -299,7 +299,7 @@ def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
 
 
 def sinks_gradient(problem: Problem, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """``-sum over rows of exp(sink - lse) * delta``: a sink is a key whose value is 0, so its dprobs is 0."""
+    """``-sum over rows of exp(sink - lse) * delta``: a sink is a key with value 0, so its dprobs is 0."""
     rest: Tensor | float = 0.0
     if problem.large_scores:
         lse, rest = lse.unbind(-1)

@@ -63,7 +63,7 @@ class Share(NamedTuple):
 
 
 def shares_of(problem: Problem, t: Tensors) -> list[Share]:
-    """The loads whose gradients are wanted."""
+    """The loads that gradients are wanted of."""
     function = score_function(problem, t)
     if function is None or not problem.grads.operands:
         return []

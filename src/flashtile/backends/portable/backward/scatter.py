@@ -18,7 +18,7 @@ from flashtile.backends.portable.device.tiles import locate
 
 @triton.jit
 def keeps_diagonal(lowest, greatest, shift, band):
-    """Whether the band keeps a pair whose row is from ``lowest`` to ``greatest`` past its key."""
+    """Whether the band keeps a pair with its row from ``lowest`` to ``greatest`` past its key."""
     keeps = lowest <= greatest
     if band.left is not None:
         keeps = keeps & (lowest + shift <= band.left)

@@ -95,7 +95,7 @@ def merged(tile, lse, more, more_lse, LARGE: tl.constexpr):
 def lost_rows(call, output, place, rows, exists):
     """Where lse of rows is stored, which of them another kernel has lost, and which it has not.
 
-    Lost are also rows of which out is NaN: probabilities of the first keys, if their scores are huge, may be past what
+    Rows are lost too if out is NaN: probabilities of the first keys, if their scores are huge, may be past what
     float16 has, and are multiplied with 0 once a later key has a greater score.
     """
     queries, num_heads = place.queries, call.heads.num_q

@@ -42,7 +42,7 @@ def load_scale(scale, b, head, block, exists):
 
 @triton.jit
 def load_values(v, b, head, first, BLOCK_N: tl.constexpr):
-    """A tile [BLOCK_DIM, BLOCK_N] of v's columns from ``first``, all of which exist; 0 past DIM."""
+    """A tile [BLOCK_DIM, BLOCK_N] of v's columns from ``first``, which all exist; 0 past DIM."""
     row, col = tl.arange(0, v.BLOCK_DIM)[:, None], tl.arange(0, BLOCK_N)[None, :]
     at = sequence.base(v.ptr, b, 0, head, v.stride_b, v.stride_row, v.stride_head) + first
     at = at + (row.to(tl.int64) * v.stride_row + col)
@@ -111,7 +111,7 @@ def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, scales, tiles, 
 def attention_quantized(call, scales, output, tiles):
     """The output and lse of BLOCK_M rows of one head; arguments as of ``attention_forward``, and ``Scales``.
 
-    v's rows are its dimensions, of which each is contiguous over the columns.
+    v's rows are its dimensions; each is contiguous over the columns.
     """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N

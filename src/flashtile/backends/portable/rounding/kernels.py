@@ -1,7 +1,7 @@
 """Kernels that quantise q, k and v: each reads a tensor and writes e4m3 numbers and their scales.
 
 A program takes one block of rows, see ``quantization.blocks``, of a few heads. A tile as wide as head_dim consists of
-parts of WIDTH columns, a power of two. The Hadamard matrix of n parts is that of one part, which a product of matrices
+parts of WIDTH columns, a power of two. The Hadamard matrix of n parts is one part's, which a product of matrices
 applies, and then sums and differences of whole parts.
 """
 
@@ -34,7 +34,7 @@ class Block(NamedTuple):
         first: The block's first row in the sequence.
         length: Rows of the sequence.
         stop: Rows to write; the last sequence's are followed by those that belong to none.
-        index: The block's among those of its entry.
+        index: The block's number among its entry's.
     """
 
     b: Any
@@ -107,7 +107,7 @@ def load_parts(x, block, row, h, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_angles(angles, position, first, COUNT: tl.constexpr):
-    """Cosines and sines of pairs from ``first`` on, [rows, COUNT] float32; those of 0 where the tables end."""
+    """Cosines and sines of pairs from ``first`` on, [rows, COUNT] float32; past the tables' end, of angle 0."""
     HALF: tl.constexpr = angles.DIM // 2
     pair = first + tl.arange(0, COUNT)[None, :]
     at = position.to(tl.int64)[:, None] * HALF + pair
@@ -145,7 +145,7 @@ def turned(parts, angles, position, WIDTH: tl.constexpr):
 def hadamard(seed, part, WIDTH: tl.constexpr, dtype: tl.constexpr):
     """The matrix of 1 and -1, [WIDTH, WIDTH]; WIDTH is at most 64. A row has the sign of its feature of a part.
 
-    The signs are those of ``rotation.signs``.
+    The signs are ``rotation.signs``.
     """
     x = tl.arange(0, WIDTH)[:, None] & tl.arange(0, WIDTH)[None, :]
     x ^= x >> 4
@@ -269,9 +269,9 @@ def quantize_rows(source, sequences, keys, angles, mean, written, rounding):
     Args:
         source: ``Source``.
         sequences: Its ``records.Sequences``.
-        keys: Those of the keys.
+        keys: ``records.Sequences`` of the keys.
         angles: ``Angles``.
-        mean: ``Mean``, which is taken off keys, and of which queries have a ``shift``.
+        mean: ``Mean``, which is taken off keys; queries have a ``shift`` of it.
         written: ``Written``.
         rounding: ``Rounding``.
     """

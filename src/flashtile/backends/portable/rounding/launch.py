@@ -27,8 +27,8 @@ quantize_rows = _kernels.quantize_rows
 sum_keys = _kernels.sum_keys
 
 
-# Heads of a program that quantises rows, and the most bytes of a head's rows of which the next are loaded meanwhile:
-# half as many beside angles, which take registers, twice as many on sm_90 and sm_100, whose shared memory has room.
+# Heads of a program that quantises rows, and the most bytes of a head's rows if the next are loaded meanwhile: half
+# as many beside angles, which take registers, twice as many on sm_90 and sm_100, where shared memory has room.
 _HEADS, _MOST_AHEAD = 4, 32 * 1024
 _ROOMY = ((9, 0), (10, 0))
 
@@ -80,7 +80,7 @@ class RoundedSide:
 
     @property
     def largest_at(self) -> int:
-        """Where the numbers that its scales depend on begin, in bytes: those of q, k and v have as much room each."""
+        """Where the numbers that its scales depend on begin, in bytes: q's, k's and v's have as much room each."""
         return "qkv".index(self.name) * 16 * -(-self.batch * self.given.q.shape[-2] // 4)
 
     @property
