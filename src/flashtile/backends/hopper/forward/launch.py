@@ -182,7 +182,7 @@ _counters: dict[tuple[int | None, int], Tensor] = {}
 
 
 def counter(device: torch.device) -> Tensor:
-    """The tile counter, 0 before and after a launch: one a stream: a stream's launches run one after another.
+    """The tile counter, 0 before and after a launch: one a stream, where launches run one after another.
 
     A captured launch may be replayed on any stream beside others, so it gets a counter of its own.
     """

@@ -9,7 +9,7 @@ from flashtile.backends.gpu.device import softmax
 from flashtile.backends.hopper.device.gluon_compat import thread_barrier
 from flashtile.backends.hopper.device.parts import also
 
-# Bits of a half tile's first counter for the number of stored states; above them are bits for who does not wait.
+# Bits of a half tile's first counter for the number of stored states; bits above are for those who do not wait.
 STATE_BITS = gl.constexpr(8)
 
 
