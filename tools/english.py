@@ -24,7 +24,7 @@ CEILINGS = {
     "src/flashtile/ops": (0, 0),
     "src/flashtile/backends/gpu": (0, 0),
     "src/flashtile/backends/gpu/device": (0, 0),
-    "src/flashtile/backends/hopper": (0, 1),
+    "src/flashtile/backends/hopper": (0, 0),
     "src/flashtile/backends/hopper/device": (0, 0),
     "src/flashtile/backends/portable": (0, 0),
     "src/flashtile/backends/portable/device": (0, 0),
