@@ -24,8 +24,8 @@ from flashtile.call.problem import Problem
 if TYPE_CHECKING:
     from flashtile.backends.gpu.decode.launch import Attention
 
-# Packed rows a key head. Up to 16 the Triton kernel does as well as the kernel for wide groups, which has two warpgroups
-# of 64 rows each; calls of more rows than 128 are the forward's.
+# Packed rows a key head. Up to 16 the Triton kernel does as well as the kernel for wide groups, which has two
+# warpgroups of 64 rows each. Calls of more than 128 are the forward's.
 _MOST_ROWS_OF_TRITON, _MOST_ROWS_OF_WIDE = 16, 128
 
 
