@@ -23,8 +23,9 @@ from flashtile.mods.graph import INPUTS, Graph, LoadDerivative, kind_of
 from flashtile.mods.operators import record
 from flashtile.mods.reading import Refused, TraceError, View, is_metadata, of_metadata, untransformed, viewed
 
-_OURS = str(Path(__file__).resolve().parent.parent)
-_TORCH = str(Path(torch.__file__).resolve().parent)
+# Folders of code that is not the user's. A frame names a file as it was imported, and a package may be behind a link.
+_FOLDERS = (Path(__file__).parent.parent, Path(torch.__file__).parent)
+_NOT_THE_USERS = tuple(str(each) for folder in _FOLDERS for each in (folder, folder.resolve()))
 
 
 class Traced(NamedTuple):
@@ -94,7 +95,7 @@ def _why(error: Exception) -> str:
 def _line_of(error: Exception) -> str:
     """The last line of the user's code that led to an error."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_OURS, _TORCH)) and not frame.filename.startswith("<"):
+        if not frame.filename.startswith(_NOT_THE_USERS) and not frame.filename.startswith("<"):
             return f" ({frame.filename}:{frame.lineno}: {frame.line})"
     return ""
 

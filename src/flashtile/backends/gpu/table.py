@@ -34,7 +34,7 @@ class Kernel:
     the call.
 
     Attributes:
-        name: Its name; of a row with ``reasons`` what its calls are.
+        name: Its name. If the row has ``reasons``, the name of the calls that it is for.
         direction: The direction.
         package: Where its modules ``config`` and ``launch`` are, below ``flashtile.backends``. They are loaded late.
         text: What ``explain`` says of it, with {} for its tiles.
@@ -82,7 +82,7 @@ class CachedKernel(Kernel):
         return made
 
 
-# Forwards of up to so many packed rows a key head, in float32 of the fewer, over so many keys or more are split.
+# A forward is split if it has at most 128 packed rows a key head, 16 in float32, and at least 2,048 keys.
 _SPLIT_ROWS, _SPLIT_ROWS_FLOAT32, _SPLIT_KEYS = 128, 16, 2048
 
 
@@ -90,7 +90,7 @@ class SplitForward(Kernel):
     """The forward of one tile of rows over so many keys that programs share them, by a kernel of cached calls."""
 
     def describe(self, table: GpuBackend, problem: Problem) -> str:
-        """As of the call over a cache."""
+        """The line of the same call over a cache."""
         return table.describe(as_cached(problem), "decode")
 
     def make(self, table: GpuBackend, problem: Problem, like: Any, *given: Any) -> Plan:

@@ -55,6 +55,7 @@ def _against_decode(problem: Problem, sizes: tuple[int, ...], unit: int) -> dict
 
 
 class _ByBits(Kernel):
+    # Tiles of lists with bits are those without the mask's function, which such kernels do not call.
     def choose(self, problem: Problem) -> Any:
         return super().choose(module("hopper.forward.config").by_bits(problem))
 
