@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import records, sequence
+from flashtile.backends.gpu.device import records, tiles
 from flashtile.backends.portable.device.records import widths as _widths
 
 widths = triton.constexpr_function(_widths)
@@ -85,7 +85,7 @@ def add_product(tile, x, y, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_rows(of, first, BLOCK: tl.constexpr, CHECK: tl.constexpr):
-    """A tile [BLOCK, BLOCK_DIM] of ``sequence.HeadRows`` starting at row ``first``; columns past DIM are 0.
+    """A tile [BLOCK, BLOCK_DIM] of ``tiles.HeadRows`` starting at row ``first``; columns past DIM are 0.
 
     Args:
         of: The rows to load from, through the tensor's descriptor if it has one.
@@ -106,14 +106,14 @@ def load_part(of, first, PART: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.cons
     WIDTH: tl.constexpr = width_of(of.rows.BLOCK_DIM, PART)
     seq = of.sequence
     if of.rows.desc is not None and of.rows.PACKED:
-        at = [sequence.PACKED_ROWS, seq.start + seq.length, sequence.PACKED_ROWS - seq.length + first, of.head, START]
+        at = [tiles.PACKED_ROWS, seq.start + seq.length, tiles.PACKED_ROWS - seq.length + first, of.head, START]
         tile = of.rows.desc[PART].load(at).reshape(BLOCK, WIDTH)
     elif of.rows.desc is not None:
         tile = of.rows.desc[PART].load([seq.batch_index, seq.start + first, of.head, START]).reshape(BLOCK, WIDTH)
     else:
         row = tl.arange(0, BLOCK)[:, None]
         col = START + tl.arange(0, WIDTH)[None, :]
-        at = sequence.addresses(of, first, row, col)
+        at = tiles.addresses(of, first, row, col)
         if CHECK:
             if of.rows.DIM >= START + WIDTH:
                 tile = tl.load(at, mask=first + row < seq.length, other=0.0)
@@ -134,7 +134,7 @@ def load_contiguous(
     pitch = num_heads * DIM
     entry = tl.cast(sequences.length, tl.int64) * pitch
     return load_rows(
-        sequence.HeadRows(records.Rows(ptr, None, entry, pitch, DIM, DIM, BLOCK_DIM, 1, False), head, seq),
+        tiles.HeadRows(records.Rows(ptr, None, entry, pitch, DIM, DIM, BLOCK_DIM, 1, False), head, seq),
         first, BLOCK, True,
     )  # fmt: skip
 
@@ -153,7 +153,7 @@ def store_contiguous(
     entry = tl.cast(sequences.length, tl.int64) * pitch
     for p in tl.static_range(len(tile)):
         store_part(
-            sequence.HeadRows(records.Rows(ptr, None, entry, pitch, DIM, DIM, BLOCK_DIM, 1, False), head, seq),
+            tiles.HeadRows(records.Rows(ptr, None, entry, pitch, DIM, DIM, BLOCK_DIM, 1, False), head, seq),
             first, tile[p], start_of(BLOCK_DIM, p), ADDS, REPAIRS, wanted,
         )  # fmt: skip
 
@@ -169,7 +169,7 @@ def store_part(of, first, part, START: tl.constexpr, ADDS: tl.constexpr, REPAIRS
         exists = exists & (col < of.rows.DIM)
     if wanted is not None:
         exists = exists & wanted[:, None]
-    at = sequence.addresses(of, first, row, col)
+    at = tiles.addresses(of, first, row, col)
     if REPAIRS and ADDS:
         part += tl.load(at, mask=exists, other=0.0).to(tl.float32)
         tl.store(at, part.to(ptr.dtype.element_ty), mask=exists)

@@ -7,14 +7,21 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import scheduler, sequence
+from flashtile.backends.gpu.device.tiles import (
+    Sequence,
+    grouped_tile,
+    longest_first,
+    packed_tile,
+    packed_tiles,
+    sequence_of,
+)
 
 # The number of tiles that a program of a repair checks together.
 AT_ONCE = tl.constexpr(8)
 
 
 class Place(NamedTuple):
-    """A tile: a block of one head of one sequence, with the ``sequence.Sequence`` of its queries and of its keys.
+    """A tile: a block of one head of one sequence, with the ``tiles.Sequence`` of its queries and of its keys.
 
     ``b == batch`` means rows past the last packed sequence, which have no keys, or keys without rows.
     """
@@ -45,25 +52,25 @@ def locate(call, tiles, splits, tile=None):
     if PACKED:
         num_tiles = sequences.length // BLOCK + sequences.count + 1
         if tile is None:
-            b, block = scheduler.packed_tile(sequences.cu_seqlens, sequences.count, pid % num_tiles, BLOCK)
+            b, block = packed_tile(sequences.cu_seqlens, sequences.count, pid % num_tiles, BLOCK)
         else:
-            b, block = scheduler.packed_tiles(sequences.cu_seqlens, sequences.count, pid % num_tiles, BLOCK)
+            b, block = packed_tiles(sequences.cu_seqlens, sequences.count, pid % num_tiles, BLOCK)
         head = pid // num_tiles
     else:
         num_tiles = (sequences.length + BLOCK - 1) // BLOCK
-        block, head = scheduler.grouped_tile(pid, num_tiles, sequences.count * num_heads, tiles.heads_at_once)
+        block, head = grouped_tile(pid, num_tiles, sequences.count * num_heads, tiles.heads_at_once)
         b = head // num_heads
         head = head % num_heads
-    queries, keys = sequence.sequence_of(call.queries, b), sequence.sequence_of(call.keys, b)
+    queries, keys = sequence_of(call.queries, b), sequence_of(call.keys, b)
     if PACKED:
         # Rows past the last query sequence see no keys; keys past the last key sequence see no rows.
         within = b < sequences.count
         if OVER_KEYS:
-            queries = sequence.Sequence(queries.batch_index, queries.start, tl.where(within, queries.length, 0))
+            queries = Sequence(queries.batch_index, queries.start, tl.where(within, queries.length, 0))
         else:
-            keys = sequence.Sequence(keys.batch_index, keys.start, tl.where(within, keys.length, 0))
+            keys = Sequence(keys.batch_index, keys.start, tl.where(within, keys.length, 0))
     if call.mods.band.right is not None and not OVER_KEYS:
         # A tile past the end of a packed sequence keeps its block number.
         num_blocks = (queries.length + BLOCK - 1) // BLOCK
-        block = tl.where(block < num_blocks, scheduler.longest_first(block, num_blocks, True), block)
+        block = tl.where(block < num_blocks, longest_first(block, num_blocks, True), block)
     return Place(b, head, block, queries, keys)
