@@ -19,7 +19,6 @@ import triton.language as tl
 
 from flashtile.backends.gpu.decode import eight_bit, states, work
 from flashtile.backends.gpu.device import masks, mods, softmax
-from flashtile.backends.gpu.device.tiles import chunk_start, chunk_stop
 
 
 class Place(NamedTuple):
@@ -425,10 +424,12 @@ def attend_tile(place, shape, row, h, part, head, call):
         if band.chunk is not None:
             # Chunks begin with the first key that counts.
             pad = work.first_key_of(place.b, call)
-            first = tl.maximum(first, pad + chunk_start(i - pad, band.chunk))
-            clear_first = tl.maximum(clear_first, pad + chunk_start(last_row + shift - pad, band.chunk))
-            last = tl.minimum(last, pad + chunk_stop(i - pad, band.chunk) - 1)
-            clear_last = tl.minimum(clear_last, pad + chunk_stop(place.first // GROUP + shift - pad, band.chunk) - 1)
+            first = tl.maximum(first, pad + masks.chunk_start(i - pad, band.chunk))
+            clear_first = tl.maximum(clear_first, pad + masks.chunk_start(last_row + shift - pad, band.chunk))
+            last = tl.minimum(last, pad + masks.chunk_stop(i - pad, band.chunk) - 1)
+            clear_last = tl.minimum(
+                clear_last, pad + masks.chunk_stop(place.first // GROUP + shift - pad, band.chunk) - 1
+            )
     elif call.leftpad is not None and not HAS_TREE:
         first = i * 0 + shape.low
     EIGHT_BIT: tl.constexpr = call.cache.scales.EIGHT_BIT

@@ -1,4 +1,4 @@
-"""Interval masks and block lists: which blocks a loop visits, and which pairs of a block a row keeps.
+"""Chunks, interval masks and block lists: which blocks a loop visits, and which pairs of a block a row keeps.
 
 With an interval a row keeps keys ``start <= j < end``, or rows ``start <= i < end`` keep a key. Loops leave out blocks
 that no interval reaches, by bounds: four numbers for each tile of rows or of keys, which ``interval_bounds`` writes
@@ -16,6 +16,18 @@ import triton.language as tl
 
 # A number past every row and key.
 FAR = tl.constexpr(2**30)
+
+
+@triton.jit
+def chunk_start(p, chunk):
+    """The first key of a position's chunk; 0 for positions before the first key, which are in no chunk with keys."""
+    return tl.maximum(p, 0) // chunk * chunk
+
+
+@triton.jit
+def chunk_stop(p, chunk):
+    """The end of the keys in a position's chunk."""
+    return tl.where(p < 0, 0, chunk_start(p, chunk) + chunk)
 
 
 @triton.jit

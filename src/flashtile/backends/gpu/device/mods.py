@@ -206,7 +206,7 @@ def first_key(p, band):
     if band.left is not None:
         first = p - band.left
     if band.chunk is not None:
-        first = tl.maximum(first, tiles.chunk_start(p, band.chunk))
+        first = tl.maximum(first, masks.chunk_start(p, band.chunk))
     return first
 
 
@@ -217,7 +217,7 @@ def last_key(p, seqlen_k, band):
     if band.right is not None:
         last = tl.minimum(p + band.right, last)
     if band.chunk is not None:
-        last = tl.minimum(tiles.chunk_stop(p, band.chunk) - 1, last)
+        last = tl.minimum(masks.chunk_stop(p, band.chunk) - 1, last)
     return last
 
 
@@ -228,7 +228,7 @@ def first_row(p, shift, band):
     if band.right is not None:
         first = p - band.right
     if band.chunk is not None:
-        first = tl.maximum(first, tiles.chunk_start(p + shift, band.chunk) - shift)
+        first = tl.maximum(first, masks.chunk_start(p + shift, band.chunk) - shift)
     return first
 
 
@@ -239,7 +239,7 @@ def last_row(p, seqlen_q, shift, band):
     if band.left is not None:
         last = tl.minimum(p + band.left, last)
     if band.chunk is not None:
-        last = tl.minimum(tiles.chunk_stop(p + shift, band.chunk) - shift - 1, last)
+        last = tl.minimum(masks.chunk_stop(p + shift, band.chunk) - shift - 1, last)
     return last
 
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import records
+from flashtile.backends.gpu.device.masks import chunk_start, chunk_stop
 
 # TMA bounds every dimension of a tensor, but not the sequences packed into one. A descriptor of a packed tensor has two
 # further dimensions with strides that cancel modulo 2**64, so that the row coordinate reaches its bound, PACKED_ROWS,
@@ -121,18 +122,6 @@ def addresses(of, first, row, col):
         stride_head = stride_head // of.rows.UNIT * of.rows.UNIT
     start = base(of.rows.ptr, seq.batch_index, seq.start, of.head, stride_b, stride_row, stride_head)
     return start + tl.cast(first, tl.int64) * stride_row + (row.to(tl.int64) * stride_row + col)
-
-
-@triton.jit
-def chunk_start(p, chunk):
-    """The first key of a position's chunk; 0 for positions before the first key, which are in no chunk with keys."""
-    return tl.maximum(p, 0) // chunk * chunk
-
-
-@triton.jit
-def chunk_stop(p, chunk):
-    """The end of the keys in a position's chunk."""
-    return tl.where(p < 0, 0, chunk_start(p, chunk) + chunk)
 
 
 @triton.jit
