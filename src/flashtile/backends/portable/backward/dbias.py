@@ -14,7 +14,7 @@ from flashtile.backends.gpu.device import masks, mods
 from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
 from flashtile.backends.gpu.device.tiles import HeadRows, key_blocks, sequence_of
 from flashtile.backends.portable.backward.kernel import across, load_row_terms, probabilities
-from flashtile.backends.portable.device.tile_io import load_rows, times_transposed
+from flashtile.backends.portable.device.tiles import load_rows, times_transposed
 
 
 @triton.jit

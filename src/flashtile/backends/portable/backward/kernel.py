@@ -26,16 +26,17 @@ from flashtile.backends.gpu.device.tiles import (
     phase_blocks,
     query_blocks,
 )
-from flashtile.backends.portable.device.tile_io import (
+from flashtile.backends.portable.device.tiles import (
+    AT_ONCE,
     add_product,
     also,
     load_rows,
+    locate,
     scaled,
     store_contiguous,
     times_transposed,
     zeros,
 )
-from flashtile.backends.portable.device.tiles import AT_ONCE, locate
 
 
 @triton.jit

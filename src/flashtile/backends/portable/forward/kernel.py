@@ -13,17 +13,18 @@ import triton.language as tl
 from flashtile.backends.gpu.device import masks, mods, softmax
 from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
 from flashtile.backends.gpu.device.tiles import HeadRows, KeyBlocks, key_blocks, phase_blocks
-from flashtile.backends.portable.device.tile_io import (
+from flashtile.backends.portable.device.tiles import (
+    AT_ONCE,
     add_product,
     also,
     load_contiguous,
     load_rows,
+    locate,
     scaled,
     store_contiguous,
     times_transposed,
     zeros,
 )
-from flashtile.backends.portable.device.tiles import AT_ONCE, locate
 
 
 @triton.jit

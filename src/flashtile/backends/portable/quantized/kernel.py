@@ -13,8 +13,7 @@ import triton.language as tl
 
 from flashtile.backends.gpu.device import mods, softmax
 from flashtile.backends.gpu.device.tiles import HeadRows, KeyBlocks, base, key_blocks, phase_blocks
-from flashtile.backends.portable.device.tile_io import load_rows, store_contiguous
-from flashtile.backends.portable.device.tiles import locate
+from flashtile.backends.portable.device.tiles import load_rows, locate, store_contiguous
 from flashtile.backends.portable.forward.kernel import finish
 
 # Keys, or queries, that share a scale.
