@@ -170,8 +170,8 @@ def visited(made: Intervals, seqlen: int, block: int, over_keys: bool) -> tuple[
     """The blocks that tiles of so many rows, or keys, would visit, and how many of them unmasked; by GPU kernels."""
     triton = pytest.importorskip("triton")
     del triton
-    from flashtile.backends.gpu.device.intervals import FAR
-    from flashtile.backends.gpu.intervals import Side, bounds_launch, most_bounds
+    from flashtile.backends.gpu.device.masks import FAR
+    from flashtile.backends.gpu.masks import Side, bounds_launch, most_bounds
     from tests.backends.hopper.emulated import on_cpu
 
     problem, t = problem_of(made, seqlen)

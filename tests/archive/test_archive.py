@@ -270,7 +270,7 @@ def test_no_source_of_a_kernel_is_the_hosts() -> None:
     launches = [each.launch for of in ((8, 0), (9, 0)) for n in range(30) for each in started(draw(n), of)]
     modules = {module for launch in launches for module in ahead._modules(lower(launch)[0])}
     files = {file for module in modules for file in ahead.files_of(module)}
-    assert {"backends/portable/device/tile_io.py", "backends/portable/rounding/kernels.py"} < files
+    assert {"backends/portable/device/tiles.py", "backends/portable/rounding/kernels.py"} < files
 
     def is_device_code(file: str) -> bool:
         lines = (archive.PACKAGE / file).read_text(encoding="utf-8").splitlines()

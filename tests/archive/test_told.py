@@ -319,7 +319,7 @@ def test_a_line_is_one_write_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_line_calls_nothing_but_records(tmp_path: Path) -> None:
     call = ["record", "flashtile.backends.portable.tuned", "write", str(tmp_path / "written"), ["tuple"]]
-    kernel = ["function", "flashtile.backends.gpu.decode.merge_kernel", None, "merge_states"]
+    kernel = ["function", "flashtile.backends.gpu.decode.states", None, "merge_states"]
     with pytest.raises(ValueError, match="is no launch of this release"):
         ahead.from_json(json.dumps([kernel, 1, [["a", call]], []]))
     assert not list(tmp_path.iterdir())

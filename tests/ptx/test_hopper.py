@@ -197,7 +197,7 @@ def test_sums_in_a_fixed_order_end(num_sms: int, dim: int) -> None:
 def test_a_sequence_of_nan_stays_within_its_coordinates(seed: int) -> None:
     """A sequence of NaN between two others, which it must not reach.
 
-    Rows and coordinates of a packed sequence are far apart, see ``sequence.PACKED_ROWS``.
+    Rows and coordinates of a packed sequence are far apart, see ``tiles.PACKED_ROWS``.
     """
     case = Case("varlen", batch=3, lengths=((40, 133), (150, 150), (20, 60)), heads=1, kv_heads=1, head_dim=64,
                 causal=True)  # fmt: skip

@@ -5,14 +5,14 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import scheduler
+from flashtile.backends.gpu.device.tiles import longest_first_by_spans, paired
 
 
 @triton.jit
 def _deal(out_ptr, num_programs, num_blocks, num_heads, STEPS: tl.constexpr):
     program = tl.program_id(0)
     for step in range(STEPS):
-        block, head, is_tile, is_end = scheduler.paired(step, program, num_programs, num_blocks, num_heads)
+        block, head, is_tile, is_end = paired(step, program, num_programs, num_blocks, num_heads)
         at = out_ptr + (program * STEPS + step) * 4
         tl.store(at, block)
         tl.store(at + 1, head)
@@ -45,7 +45,7 @@ def test_every_tile_once(num_programs: int, num_blocks: int, num_heads: int) -> 
 @triton.jit
 def _rank(out_ptr, num_blocks, num_heads, most, num_programs):
     place = tl.program_id(0)
-    block, head = scheduler.longest_first_by_spans(place, num_blocks, num_heads, most, num_programs)
+    block, head = longest_first_by_spans(place, num_blocks, num_heads, most, num_programs)
     tl.store(out_ptr + 2 * place, block)
     tl.store(out_ptr + 2 * place + 1, head)
 

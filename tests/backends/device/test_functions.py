@@ -7,9 +7,19 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, dropout, functions, mods, records, scheduler, sequence
+from flashtile.backends.gpu.device import dropout, functions, mods, records
 from flashtile.backends.gpu.device.records import Alibi, Dropout, Mod, Mods, ScoreTensor
 from flashtile.backends.gpu.device.softmax import LOG2_E
+from flashtile.backends.gpu.device.tiles import (
+    grouped_tile,
+    key_blocks,
+    longest_first,
+    packed_tile,
+    packed_tiles,
+    phase_blocks,
+    query_blocks,
+    sequence_of,
+)
 from flashtile.backends.gpu.host import interpret
 from flashtile.backends.gpu.launch import Const, Launch
 from flashtile.backends.gpu.records import named, num_packed_tiles, threshold_bits
@@ -34,9 +44,9 @@ BANDS = [
 @triton.jit
 def _ranges_kernel(out_ptr, first, last, seqlen_q, seqlen_k, band, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
     if OF_KEYS:
-        a, b, c, d = blocks.query_blocks(first, last, seqlen_q, seqlen_k, band, BLOCK)
+        a, b, c, d = query_blocks(first, last, seqlen_q, seqlen_k, band, BLOCK)
     else:
-        a, b, c, d = blocks.key_blocks(first, last, seqlen_q, seqlen_k, band, BLOCK)
+        a, b, c, d = key_blocks(first, last, seqlen_q, seqlen_k, band, BLOCK)
     tl.store(out_ptr, a)
     tl.store(out_ptr + 1, b)
     tl.store(out_ptr + 2, c)
@@ -72,7 +82,7 @@ def test_block_ranges_cover_and_full_blocks_are_full(band: Band, of_keys: bool) 
 @triton.jit
 def _phases_kernel(out_ptr, a, b, c, d, ONE_LOOP: tl.constexpr):
     for phase in tl.static_range(3):
-        start, stop = blocks.phase_blocks(phase, a, b, c, d, ONE_LOOP)
+        start, stop = phase_blocks(phase, a, b, c, d, ONE_LOOP)
         tl.store(out_ptr + 2 * phase, start)
         tl.store(out_ptr + 2 * phase + 1, stop)
 
@@ -195,8 +205,8 @@ def test_score_transforms() -> None:
 @triton.jit
 def _tiles_kernel(cu_ptr, out_ptr, num_sequences, total, rows_per_token, BLOCK: tl.constexpr, SPARE: tl.constexpr):
     tile = tl.program_id(0)
-    b, block = scheduler.packed_tile(cu_ptr, num_sequences, tile, BLOCK, rows_per_token, SPARE)
-    seq = sequence.sequence_of(records.Sequences(cu_ptr, num_sequences, total), b)
+    b, block = packed_tile(cu_ptr, num_sequences, tile, BLOCK, rows_per_token, SPARE)
+    seq = sequence_of(records.Sequences(cu_ptr, num_sequences, total), b)
     start, length = seq.batch_index + seq.start, seq.length
     tl.store(out_ptr + tile * 4, b)
     tl.store(out_ptr + tile * 4 + 1, block)
@@ -228,7 +238,7 @@ def test_packed_tiles_reach_every_row_once(lengths: list[int], spare: int, heads
 @triton.jit
 def _tensor_of_tiles_kernel(cu_ptr, out_ptr, num_sequences, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     tiles = tl.arange(0, WIDTH)
-    b, block = scheduler.packed_tiles(cu_ptr, num_sequences, tl.minimum(tiles, count - 1), BLOCK)
+    b, block = packed_tiles(cu_ptr, num_sequences, tl.minimum(tiles, count - 1), BLOCK)
     tl.store(out_ptr + tiles * 2, b, mask=tiles < count)
     tl.store(out_ptr + tiles * 2 + 1, block, mask=tiles < count)
 
@@ -247,7 +257,7 @@ def test_packed_tiles_are_found_together_as_alone(lengths: list[int]) -> None:
 @triton.jit
 def _grouped_kernel(out_ptr, num_blocks, num_heads, heads_at_once):
     pid = tl.program_id(0)
-    block, head = scheduler.grouped_tile(pid, num_blocks, num_heads, heads_at_once)
+    block, head = grouped_tile(pid, num_blocks, num_heads, heads_at_once)
     tl.store(out_ptr + pid * 2, head)
     tl.store(out_ptr + pid * 2 + 1, block)
 
@@ -263,7 +273,7 @@ def test_grouped_tiles_finish_a_group_of_heads_block_by_block(blocks: int, heads
 @triton.jit
 def _order_kernel(out_ptr, R: tl.constexpr):
     pid = tl.program_id(0)
-    tl.store(out_ptr + pid, scheduler.longest_first(pid, tl.num_programs(0), R))
+    tl.store(out_ptr + pid, longest_first(pid, tl.num_programs(0), R))
 
 
 def test_longest_first() -> None:

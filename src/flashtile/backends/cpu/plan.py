@@ -12,8 +12,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu import intervals
-from flashtile.backends.cpu import lists as block_lists
+from flashtile.backends.cpu import masks
 from flashtile.backends.cpu.sequences import DenseSequences as DenseSequences
 from flashtile.backends.cpu.sequences import four_dimensional as four_dimensional
 from flashtile.backends.cpu.sequences import sequences as sequences
@@ -54,10 +53,7 @@ class Rectangle:
 def blocks_of(band: Band, seq: DenseSequences, *, tile_rows: int | None) -> Iterator[list[Rectangle]]:
     """``row_blocks`` of a sequence, without the keys that intervals or lists leave out."""
     for block in row_blocks(band, seq.seqlen_q, seq.seqlen_k, tile_rows=tile_rows):
-        kept = block if seq.row_keys is None and seq.key_rows is None else intervals.cut(seq, block)
-        if seq.lists is not None:
-            kept = block_lists.cut(seq, kept)
-        if kept:
+        if kept := masks.cut(seq, block):
             yield kept
 
 
@@ -160,9 +156,9 @@ def tile_bias(
 
 def selections(seq: DenseSequences, rectangle: Rectangle, dtype: torch.dtype) -> list[Tensor]:
     """The pairs of a rectangle that each mask except the band keeps; they broadcast to its scores."""
-    given = [None if seq.mask is None else part(seq.mask, rectangle), intervals.within(seq, rectangle)]
+    given = [None if seq.mask is None else part(seq.mask, rectangle), masks.within_intervals(seq, rectangle)]
     if seq.lists is not None or seq.mask_mod is not None:
-        given.append(block_lists.within(seq, rectangle, pairs(seq, rectangle), dtype))
+        given.append(masks.within_lists(seq, rectangle, pairs(seq, rectangle), dtype))
     return [kept for kept in given if kept is not None]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from flashtile.backends.cpu.lists import BlockLists
+from flashtile.backends.cpu.masks import BlockLists
 from flashtile.call.functions import Function, mask_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.masks import Origin

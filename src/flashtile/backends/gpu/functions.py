@@ -1,4 +1,7 @@
-"""Printed mods as Triton functions: one module in memory for each text, so that graphs that are alike share builds."""
+"""Printed mods as Triton functions, and the tables of what a score mod computes by distance alone.
+
+There is one module in memory for each text, so that graphs that are alike share builds.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.records import Mod, Operand, Operands
-from flashtile.backends.gpu.launch import Captured, Const, Pointer
-from flashtile.backends.gpu.named import DeviceModule
-from flashtile.call.functions import Function
+from flashtile.backends.gpu.device.records import SLACK, DistanceTable, Mod, Operand, Operands, Tabulated
+from flashtile.backends.gpu.launch import Captured, Const, Launch, Pointer
+from flashtile.backends.gpu.named import DeviceModule, device_code
+from flashtile.call.functions import Function, score_function
+from flashtile.call.problem import Problem
+from flashtile.mods.places import tabulated
 from flashtile.mods.printed import name_of, source
+
+tabulate = device_code("flashtile.backends.gpu.device.functions").tabulate
+
+# Distances that a program of ``tabulate`` computes.
+_BLOCK = 256
 
 
 class PrintedModule(DeviceModule):
@@ -82,3 +92,37 @@ def _operand(x: Tensor, place: int) -> Operand:
     # lengths and views need no build of their own. ``inside_by_key`` relies on the addresses.
     steps = tuple(Const(1) if d == x.dim() - 1 and step == 1 else step for d, step in enumerate(x.stride()))
     return Operand(Pointer(dtype, f"operands[{place}]", 0, False), tuple(x.shape), steps)
+
+
+def table_of(problem: Problem) -> DistanceTable | None:
+    """The record of a call's table; None if it has none, as over a cache, where each sequence has few rows."""
+    key = problem.score_function
+    if key is None or problem.cached or not (values := tabulated(key.graph)):
+        return None
+    ops = {key.graph.nodes[n].op for n in key.graph.needed(values)}
+    before = problem.seqlen_k + SLACK
+    size = before + problem.seqlen_q + SLACK
+    batch = problem.batch if "b" in ops else 1
+    return DistanceTable(Pointer(torch.float32, "distances"), batch, problem.num_heads_q, size, before)
+
+
+def table_numbers(problem: Problem) -> int | None:
+    """Float32 numbers of a call's table; None if it has none."""
+    table, key = table_of(problem), problem.score_function
+    if table is None or key is None:
+        return None
+    return len(tabulated(key.graph)) * table.batch * table.heads * int(table.size)
+
+
+def table_launches(problem: Problem, t: Any) -> dict[str, Launch]:
+    """What fills it, by name."""
+    table, function = table_of(problem), score_function(problem, t)
+    if table is None or function is None:
+        return {}
+    made, count = module_of(function.graph.text), len(tabulated(function.graph))
+    arguments = {
+        "mod": Tabulated(made.of_head, made.of_distance, operands_of(function)), "table": table, "COUNT": count,
+        "BLOCK": _BLOCK,
+    }  # fmt: skip
+    programs = -(-table.size // _BLOCK) * table.batch * table.heads
+    return {"tabulate": Launch(tabulate, programs, arguments, {"num_warps": 4, "num_stages": 1})}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.host import Launcher, kept, run
-from flashtile.backends.gpu.intervals import most_bounds
 from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.masks import most_bounds
 from flashtile.backends.gpu.trial import on_trial
 from flashtile.call.backend import Gradients
 from flashtile.call.problem import Problem, Tensors
@@ -155,7 +155,7 @@ def table_memory(problem: Problem, q: Tensor) -> Memory:
     """The memory of a call's table of distances, if it has one."""
     if problem.score_function is None:
         return {}
-    from flashtile.backends.gpu.distances import table_numbers  # what few programs need is not loaded by all
+    from flashtile.backends.gpu.functions import table_numbers  # what few programs need is not loaded by all
 
     numbers = table_numbers(problem)
     return {} if numbers is None else {"distances": empty(q.device, (numbers,))}

@@ -80,17 +80,16 @@ def table_launches(problem: Problem, t: Any) -> dict[str, Launch]:
     """What fills a call's table of distances, by name; none without a score mod."""
     if problem.score_function is None:
         return {}
-    from flashtile.backends.gpu import distances
+    from flashtile.backends.gpu import functions
 
-    return distances.table_launches(problem, t)
+    return functions.table_launches(problem, t)
 
 
 def functions_of(problem: Problem, t: Any) -> tuple[Mod | None, Mod | None]:
     """The user's score mod, with a table of distances where ``table_launches`` fills one, and mask mod."""
     if problem.score_function is None and problem.mask_function is None:
         return None, None
-    from flashtile.backends.gpu.distances import table_of
-    from flashtile.backends.gpu.functions import mod_of
+    from flashtile.backends.gpu.functions import mod_of, table_of
     from flashtile.call.functions import mask_function, score_function
 
     score, mask = score_function(problem, t), mask_function(problem, t)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.records import LOG2_E, Band, Call, Dropout, Heads, Mod, Rows, Sequences
-from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
+from flashtile.backends.gpu.masks import Masks
 from flashtile.backends.gpu.records import dropout_of, functions_of, named
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache, Keys, Mods, Output, PairTensor, Schedule, Slopes

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Band, Call, Dropout, Heads, Mod, Mods, Rows, ScoreTensor, Sequences
-from flashtile.backends.gpu.intervals import Masks
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
+from flashtile.backends.gpu.masks import Masks
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import (
     alibi_of,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.records import MOST_LSE
-from flashtile.backends.gpu.intervals import Side, bounds_launch, most_bounds
 from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.masks import Side, bounds_launch, most_bounds
 from flashtile.backends.gpu.plan import Memory, empty
 from flashtile.backends.portable.backward import launch as backward
 from flashtile.backends.portable.backward.config import Kernel, key_kernels

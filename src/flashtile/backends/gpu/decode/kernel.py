@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.decode import eight_bit, states, work
-from flashtile.backends.gpu.device import intervals, mods, softmax
+from flashtile.backends.gpu.device import masks, mods, softmax
 
 
 class Place(NamedTuple):
@@ -205,9 +205,9 @@ def score_block(k, v, first, key, inside, page, place, rows, head, call):
         if (first < rows.clear_first) | (first + key.shape[0] - 1 > rows.clear_last):
             x = masked_by_tree(x, key, stands, rows, head, call) if HAS_TREE else masked(x, key, rows)
     if call.mods.band.row_keys is not None:
-        x = intervals.select(x, call.mods.band.row_keys, at.b, at.h, at.i, at.j, float("-inf"))
+        x = masks.select(x, call.mods.band.row_keys, at.b, at.h, at.i, at.j, float("-inf"))
     if call.mods.band.key_rows is not None:
-        x = intervals.select(x, call.mods.band.key_rows, at.b, at.h, at.j, at.i, float("-inf"))
+        x = masks.select(x, call.mods.band.key_rows, at.b, at.h, at.j, at.i, float("-inf"))
     if mods.place_of(call.mods.MASKS, "mask_mod") >= 0:
         x = mods.by_function(x, call.mods.masks[0], head.masks[0], at, float("-inf"))
     return x, scale_log2
@@ -424,11 +424,11 @@ def attend_tile(place, shape, row, h, part, head, call):
         if band.chunk is not None:
             # Chunks begin with the first key that counts.
             pad = work.first_key_of(place.b, call)
-            first = tl.maximum(first, pad + mods.chunk_start(i - pad, band.chunk))
-            clear_first = tl.maximum(clear_first, pad + mods.chunk_start(last_row + shift - pad, band.chunk))
-            last = tl.minimum(last, pad + mods.chunk_stop(i - pad, band.chunk) - 1)
+            first = tl.maximum(first, pad + masks.chunk_start(i - pad, band.chunk))
+            clear_first = tl.maximum(clear_first, pad + masks.chunk_start(last_row + shift - pad, band.chunk))
+            last = tl.minimum(last, pad + masks.chunk_stop(i - pad, band.chunk) - 1)
             clear_last = tl.minimum(
-                clear_last, pad + mods.chunk_stop(place.first // GROUP + shift - pad, band.chunk) - 1
+                clear_last, pad + masks.chunk_stop(place.first // GROUP + shift - pad, band.chunk) - 1
             )
     elif call.leftpad is not None and not HAS_TREE:
         first = i * 0 + shape.low

@@ -12,7 +12,7 @@ from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import Plan, empty
 
-_kernels = device_code("flashtile.backends.gpu.decode.merge_kernel")
+_kernels = device_code("flashtile.backends.gpu.decode.states")
 _ROWS = 16
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 

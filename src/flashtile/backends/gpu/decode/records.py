@@ -20,8 +20,8 @@ from flashtile.backends.gpu.decode.call import (
 )
 from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, DecodeTiles, bounded, hopper_rows
 from flashtile.backends.gpu.device.records import Band, Mod, Mods, Rows, Sequences, Tree
-from flashtile.backends.gpu.intervals import intervals_of
 from flashtile.backends.gpu.launch import Pointer, pointer
+from flashtile.backends.gpu.masks import intervals_of
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import alibi_of, functions_of, indices, named, rows_of, softcap_of
 from flashtile.call.cached_arguments import CacheTensors

@@ -1,4 +1,4 @@
-"""The softmax state of a split: its fold with those before it, and its way through memory."""
+"""The softmax state of a split: its fold with those before it, and its way through memory; two states merged."""
 
 from __future__ import annotations
 
@@ -167,3 +167,23 @@ def count_bits(x):
     x = (x & 0x333333) + ((x >> 2) & 0x333333)
     x = (x & 0x0F0F0F) + ((x >> 4) & 0x0F0F0F)
     return (x * 0x010101 >> 16) & 0x1F
+
+
+@triton.jit
+def merge_states(a, b, merged, shape):
+    """Writes the ``merge.State`` merged of two others, a and b."""
+    DIM: tl.constexpr = shape.DIM
+    row = tl.program_id(0) * shape.ROWS + tl.arange(0, shape.ROWS)
+    exists = row < shape.rows
+    token, h = row // shape.num_heads, row % shape.num_heads
+    lse_at = (token // shape.seqlen * shape.num_heads + h).to(tl.int64) * shape.seqlen + token % shape.seqlen
+    col = tl.arange(0, shape.BLOCK_DIM)[None, :]
+    at, inside = row.to(tl.int64)[:, None] * DIM + col, exists[:, None] & (col < DIM)
+    out, lse = softmax.merge(
+        tl.load(a.out + at, mask=inside, other=0.0).to(tl.float32),
+        tl.load(a.lse + lse_at, mask=exists, other=float("-inf")),
+        tl.load(b.out + at, mask=inside, other=0.0).to(tl.float32),
+        tl.load(b.lse + lse_at, mask=exists, other=float("-inf")),
+    )
+    tl.store(merged.out + at, out.to(merged.out.dtype.element_ty), mask=inside)
+    tl.store(merged.lse + lse_at, lse, mask=exists)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import mods
+from flashtile.backends.gpu.device import masks, mods
 
 
 class Shape(NamedTuple):
@@ -114,7 +114,7 @@ def span_of(b, call):
         low = tl.maximum(tl.load(call.leftpad + b, mask=exists, other=0), 0)
     if call.mods.band.left is not None:
         if call.mods.band.chunk is not None:
-            low = tl.maximum(low, low + mods.chunk_start(high - num_rows - low, call.mods.band.chunk))
+            low = tl.maximum(low, low + masks.chunk_start(high - num_rows - low, call.mods.band.chunk))
         low = tl.maximum(low, high - num_rows - call.mods.band.left)
     keys = tl.where(low < high, high - low // BLOCK_N * BLOCK_N, 0)
     tiles = (each * GROUP + BLOCK_M - 1) // BLOCK_M
@@ -334,6 +334,6 @@ def blocks_of(b, first, state, stop_state, shape, call):
         if call.mods.band.left is not None:
             start = tl.maximum(start, (row + shift - call.mods.band.left) // BLOCK_N * BLOCK_N)
         if call.mods.band.chunk is not None and call.leftpad is None:
-            stop = tl.minimum(stop, mods.chunk_stop(last + shift, call.mods.band.chunk))
-            start = tl.maximum(start, mods.chunk_start(row + shift, call.mods.band.chunk) // BLOCK_N * BLOCK_N)
+            stop = tl.minimum(stop, masks.chunk_stop(last + shift, call.mods.band.chunk))
+            start = tl.maximum(start, masks.chunk_start(row + shift, call.mods.band.chunk) // BLOCK_N * BLOCK_N)
     return start // BLOCK_N, (stop + BLOCK_N - 1) // BLOCK_N

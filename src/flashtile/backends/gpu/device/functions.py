@@ -1,11 +1,20 @@
-"""Functions that printed mods call: indices that stay inside their tensors, and integer division as in PyTorch."""
+"""Functions that printed mods call: indices that stay inside their tensors, integer division as in PyTorch, and tables.
+
+T5 and similar models look up a learned number by a bucket of the distance. A tile of 64 rows and 64 keys has 127
+distances, but would compute the number 4,096 times. Before a kernel starts, ``tabulate`` computes what of a score mod
+depends on the distance alone, for all distances and heads of the call. The kernel then reads it (``by_distance``), from
+addresses that differ by constants.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import distances
+from flashtile.backends.gpu.device.mods import At
+
+# This is more than the number of distances in a block of pairs.
+_DISTANCES = tl.constexpr(256)
 
 
 @triton.jit
@@ -25,16 +34,47 @@ def apart(at):
 
 
 @triton.jit
+def table_of_head(table, value, b, h):
+    """Address of a value's first number for a sequence and a head; any address for a tile past the last one."""
+    b, h = tl.minimum(tl.maximum(b, 0), table.batch - 1), tl.minimum(tl.maximum(h, 0), table.heads - 1)
+    return table.ptr + tl.cast((table.batch * value + b) * table.heads + h, tl.int64) * table.size
+
+
+@triton.jit
+def place_in_table(table, distance, MARGIN: tl.constexpr):
+    """A distance's place in a head's numbers, at least MARGIN from their ends, since lengths of a call may be wrong."""
+    return tl.minimum(tl.maximum(distance + table.before, MARGIN), table.size - 1 - MARGIN)
+
+
+@triton.jit
 def by_distance(table, value: tl.constexpr, at):
     """A value of a ``DistanceTable`` for each pair; no distance is read from outside of it."""
-    base = distances.of_head(table, value, at.b, at.h)
+    base = table_of_head(table, value, at.b, at.h)
     if len(at.apart) > 0:
         # Constants are added last: they become part of the instruction that loads.
-        first = distances.within(table, at.apart[1], distances.TILE)
+        first = place_in_table(table, at.apart[1], _DISTANCES)
         found = tl.load(base + first + at.apart[2].to(tl.int64) + at.apart[3].to(tl.int64))
     else:
-        found = tl.load(base + distances.within(table, at.i - at.j, 0))
+        found = tl.load(base + place_in_table(table, at.i - at.j, 0))
     return found
+
+
+@triton.jit
+def tabulate(mod, table, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Fills a ``DistanceTable`` with COUNT values. A program computes BLOCK distances of one head.
+
+    ``mod`` is ``Tabulated``.
+    """
+    pid = tl.program_id(0)
+    blocks = (table.size + BLOCK - 1) // BLOCK
+    place, which = pid % blocks * BLOCK + tl.arange(0, BLOCK), pid // blocks
+    b, h = which // table.heads, which % table.heads
+    distance = place - table.before
+    at = At(b, h, tl.maximum(distance, 0), None, tl.maximum(-distance, 0), None, None, ())
+    head = mod.of_head(mod.operands, at)
+    found = mod.of_distance(mod.operands, head, at)
+    for n in tl.static_range(COUNT):
+        tl.store(table_of_head(table, n, b, h) + place, found[n], mask=place < table.size)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import intervals, sequence, softmax
+from flashtile.backends.gpu.device import masks, softmax, tiles
 
 
 class Head(NamedTuple):
@@ -200,25 +200,13 @@ def select_tensor(x, tensor, at, fill):
 
 
 @triton.jit
-def chunk_start(p, chunk):
-    """The first key of a position's chunk; 0 for positions before the first key, which are in no chunk with keys."""
-    return tl.maximum(p, 0) // chunk * chunk
-
-
-@triton.jit
-def chunk_stop(p, chunk):
-    """The end of the keys in a position's chunk."""
-    return tl.where(p < 0, 0, chunk_start(p, chunk) + chunk)
-
-
-@triton.jit
 def first_key(p, band):
     """The first key that position p keeps, inclusive."""
     first = p * 0
     if band.left is not None:
         first = p - band.left
     if band.chunk is not None:
-        first = tl.maximum(first, chunk_start(p, band.chunk))
+        first = tl.maximum(first, masks.chunk_start(p, band.chunk))
     return first
 
 
@@ -229,7 +217,7 @@ def last_key(p, seqlen_k, band):
     if band.right is not None:
         last = tl.minimum(p + band.right, last)
     if band.chunk is not None:
-        last = tl.minimum(chunk_stop(p, band.chunk) - 1, last)
+        last = tl.minimum(masks.chunk_stop(p, band.chunk) - 1, last)
     return last
 
 
@@ -240,7 +228,7 @@ def first_row(p, shift, band):
     if band.right is not None:
         first = p - band.right
     if band.chunk is not None:
-        first = tl.maximum(first, chunk_start(p + shift, band.chunk) - shift)
+        first = tl.maximum(first, masks.chunk_start(p + shift, band.chunk) - shift)
     return first
 
 
@@ -251,7 +239,7 @@ def last_row(p, seqlen_q, shift, band):
     if band.left is not None:
         last = tl.minimum(p + band.left, last)
     if band.chunk is not None:
-        last = tl.minimum(chunk_stop(p + shift, band.chunk) - shift - 1, last)
+        last = tl.minimum(masks.chunk_stop(p + shift, band.chunk) - shift - 1, last)
     return last
 
 
@@ -274,7 +262,7 @@ def tensor_of_head(tensor, at):
     """The ``HeadTensor`` for a ``ScoreTensor``."""
     stride_b, stride_head = multiple(tensor.stride_b, tensor.UNIT), multiple(tensor.stride_head, tensor.UNIT)
     stride_row = multiple(tensor.stride_row, tensor.UNIT)
-    first = sequence.base(tensor.ptr, at.b, 0, at.h, stride_b, 0, stride_head)
+    first = tiles.base(tensor.ptr, at.b, 0, at.h, stride_b, 0, stride_head)
     base = first - tl.cast(at.seqlen_k - at.seqlen_q, tl.int64) * stride_row
     return HeadTensor(base, stride_row, tensor.stride_col, multiple(at.seqlen_k, tensor.UNIT))
 
@@ -473,9 +461,9 @@ def select(x, mods, head, at, fill, edge, partial=True, given=None):
     if edge:
         x = select_band(x, mods.band, at, fill)
         if mods.band.row_keys is not None:
-            x = intervals.select(x, mods.band.row_keys, at.b, at.h, at.i, at.j, fill)
+            x = masks.select(x, mods.band.row_keys, at.b, at.h, at.i, at.j, fill)
         if mods.band.key_rows is not None:
-            x = intervals.select(x, mods.band.key_rows, at.b, at.h, at.j, at.i, fill)
+            x = masks.select(x, mods.band.key_rows, at.b, at.h, at.j, at.i, fill)
     for n in tl.static_range(count(mods.MASKS)):
         if mods.masks[n].fetch is not None:
             if partial:

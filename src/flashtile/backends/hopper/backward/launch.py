@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.records import LOG2_E, Call, Heads, Rows, Sequences
-from flashtile.backends.gpu.intervals import Masks, Side, bounds_launch, most_bounds
 from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
-from flashtile.backends.gpu.lists import masks_of
+from flashtile.backends.gpu.masks import Masks, Side, bounds_launch, masks_of, most_bounds
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import (
     BackwardPlan,

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.gpu.device import intervals, mods
+from flashtile.backends.gpu.device import masks, mods
 from flashtile.backends.gpu.device.dropout import cipher_of
 from flashtile.backends.gpu.device.mods import place_of
 from flashtile.backends.gpu.device.softmax import LOG2_E
@@ -161,7 +161,7 @@ class KeyRows:
 
     ``first`` and ``last`` bound the rows of each key, as ``from_thread_column`` counts them. Rows from ``clear_from``
     up to ``clear_to`` keep all 64 keys. ``listed``: the number of full row blocks at a list's end, the position of that
-    end, and ``lists.bits_of``; () without lists.
+    end, and ``masks.bits_of``; () without lists.
     """
 
     b: gl.tensor
@@ -209,7 +209,7 @@ def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, listed, like, grid):
         clear_from, clear_to = gl.maximum(clear_from, cleared[0]), gl.minimum(clear_to, cleared[1])
     if grid.call.mods.band.key_rows is not None:
         exists = (keys < seqlen_k) & (b < grid.call.keys.count)
-        start, end = intervals.ends_of(grid.call.mods.band.key_rows, b, head, keys, exists)
+        start, end = masks.ends_of(grid.call.mods.band.key_rows, b, head, keys, exists)
         first, last = gl.maximum(first, start), gl.minimum(last, end - 1)
     first, last = from_thread_column(first, like), from_thread_column(last, like)
     return KeyRows(b, head, key, seqlen_q, seqlen_k, first, last, clear_from, clear_to, listed)

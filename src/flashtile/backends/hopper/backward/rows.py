@@ -2,7 +2,7 @@
 
 It consists of row blocks of BLOCK_M rows of one head of one sequence, so that no two sequences share one: block
 ``(b * num_heads_q + h) * cdiv(seqlen_q, BLOCK_M) + m`` if sequences are dense; if they are packed, block
-``h * num_blocks + n`` with n and num_blocks as in ``scheduler.packed_tile``. A row block has
+``h * num_blocks + n`` with n and num_blocks as in ``tiles.packed_tile``. A row block has
 
     rows    [2, BLOCK_M] float32: lse_log2 (lse in base 2), and delta = rowsum(dout * out) - dlse
         dq      [BLOCK_M / 64, BLOCK_D / 8, 128, 4] float32: 64 rows at a time in the order of a warpgroup's
@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import sequence, softmax
-from flashtile.backends.gpu.device.scheduler import packed_tile
+from flashtile.backends.gpu.device import softmax, tiles
+from flashtile.backends.gpu.device.tiles import packed_tile
 from flashtile.backends.hopper.backward import scheduler
 
 # The number of elements of the sums of dk and dv that a program zeroes at a time.
@@ -36,7 +36,7 @@ def locate(block_index, sequences, num_heads, BLOCK_M: tl.constexpr):
         b, block = packed_tile(sequences.cu_seqlens, sequences.count, block, BLOCK_M)
     else:
         b, h = head // num_heads, head % num_heads
-    start, length = sequence.sequence(sequences.cu_seqlens, b, sequences.count, sequences.length, VARLEN)
+    start, length = tiles.sequence(sequences.cu_seqlens, b, sequences.count, sequences.length, VARLEN)
     return b, h, start, block * BLOCK_M, length
 
 

@@ -11,7 +11,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device import blocks, intervals, lists, scheduler, sequence
+from flashtile.backends.gpu.device import masks
+from flashtile.backends.gpu.device.tiles import grouped_tile, key_blocks, packed_tile, query_blocks, sequence
 from flashtile.backends.hopper.device import records
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows
@@ -26,7 +27,7 @@ def blocks_per_head(seqlen, batch, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
     """The number of blocks for one head of a sequence, or of all packed sequences."""
     num_blocks = tl.cdiv(seqlen, BLOCK)
     if VARLEN:
-        # As in scheduler.packed_tile, every sequence starts a block of its own.
+        # As in tiles.packed_tile, every sequence starts a block of its own.
         num_blocks = seqlen // BLOCK + batch + 1
     return num_blocks
 
@@ -77,7 +78,7 @@ class KeyTile:
 @gluon.jit
 def sequence_of(sequences, b, grid):
     """(start, length) of a sequence of queries or keys; both sides have one number of sequences."""
-    return sequence.sequence(sequences.cu_seqlens, b, grid.call.keys.count, sequences.length, grid.call.q.PACKED)
+    return sequence(sequences.cu_seqlens, b, grid.call.keys.count, sequences.length, grid.call.q.PACKED)
 
 
 @gluon.jit
@@ -91,12 +92,12 @@ def _place(index, grid):
         num_blocks = grid.call.keys.length // grid.tiles.KEYS + batch + 1
         is_end = index >= num_blocks * heads
         index = gl.where(is_end, 0, index)
-        place, head = scheduler.grouped_tile(index, num_blocks, heads, grid.schedule.heads_at_once)
+        place, head = grouped_tile(index, num_blocks, heads, grid.schedule.heads_at_once)
         if grid.schedule.CHAINED:
             head += grid.schedule.first_head
         if grid.schedule.FALLING:
             place = num_blocks - 1 - place
-        b, block = scheduler.packed_tile(grid.call.keys.cu_seqlens, batch, place, grid.tiles.KEYS)
+        b, block = packed_tile(grid.call.keys.cu_seqlens, batch, place, grid.tiles.KEYS)
         _, length = sequence_of(grid.call.keys, b, grid)
         is_tile = block * grid.tiles.KEYS < length
         if grid.gradients.ADDS:
@@ -107,7 +108,7 @@ def _place(index, grid):
         num_blocks = (grid.call.keys.length + grid.tiles.KEYS - 1) // grid.tiles.KEYS
         is_end = index >= num_blocks * heads
         index = gl.where(is_end, 0, index)
-        block, head = scheduler.grouped_tile(index, num_blocks, heads, grid.schedule.heads_at_once)
+        block, head = grouped_tile(index, num_blocks, heads, grid.schedule.heads_at_once)
         if grid.schedule.FALLING:
             block = num_blocks - 1 - block
         b = head // grid.schedule.heads
@@ -136,7 +137,7 @@ def next_tile(grid):
         m_min, m_max = row_blocks_of(key, last, seqlen_q, seqlen_k, grid.call.mods.band, grid.tiles.BLOCK_M)
     if grid.call.mods.band.bounds is not None:
         inner = bounds_of(b, head, key, grid, grid.tiles.KEYS // BOUNDS_BLOCK)
-        m_min, _, _, m_max = intervals.narrowed(m_min, m_min, m_max, m_max, inner, grid.tiles.BLOCK_M)
+        m_min, _, _, m_max = masks.narrowed(m_min, m_min, m_max, m_max, inner, grid.tiles.BLOCK_M)
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
     return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max, m_partial_max, bits)
 
@@ -147,10 +148,10 @@ def listed_rows(b, head, key, is_end, grid):
     SPLIT: gl.constexpr = grid.call.mods.band.lists.OTHER // grid.tiles.BLOCK_M
     first, _ = query_heads(head, grid)
     exists = (b < grid.call.keys.count) & ~is_end
-    start, full_start, stop = lists.bounds_of(grid.call.mods.band.lists, b, first, key, exists)
+    start, full_start, stop = masks.list_bounds(grid.call.mods.band.lists, b, first, key, exists)
     bits = gl.to_tensor(0)
     if grid.call.mods.band.lists.BITS:
-        bits = lists.bits_of(grid.call.mods.band.lists, b, first, key, start, exists)
+        bits = masks.bits_of(grid.call.mods.band.lists, b, first, key, start, exists)
     return start * SPLIT, full_start * SPLIT, stop * SPLIT, bits
 
 
@@ -162,7 +163,7 @@ def number_of(position, seqlen_q, grid):
     """
     if grid.call.mods.band.lists is not None:
         BLOCK: gl.constexpr = grid.tiles.BLOCK_M
-        number = lists.number_of(position, grid.call.mods.band.lists, BLOCK)
+        number = masks.number_of(position, grid.call.mods.band.lists, BLOCK)
         return number, gl.maximum(gl.minimum(number, (seqlen_q + BLOCK - 1) // BLOCK - 1), 0)
     else:
         return position, position
@@ -170,16 +171,16 @@ def number_of(position, seqlen_q, grid):
 
 @gluon.jit
 def bounds_of(b, head, key, grid, COUNT: gl.constexpr):
-    """Bounds of the rows that keep keys from ``key`` on, for COUNT entries: ``intervals.bounds_of``."""
+    """Bounds of the rows that keep keys from ``key`` on, for COUNT entries: ``masks.bounds_of``."""
     first, _ = query_heads(head, grid)
     entry, exists = key // BOUNDS_BLOCK, b < grid.call.keys.count
-    return intervals.bounds_of(grid.call.mods.band.bounds, b, first, entry, exists, COUNT)
+    return masks.bounds_of(grid.call.mods.band.bounds, b, first, entry, exists, COUNT)
 
 
 @gluon.jit
 def row_blocks_of(key, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
     """(first, end) of the row blocks that see some of the keys from ``key`` to ``last``."""
-    m_min, _, _, m_max = blocks.query_blocks(key, last, seqlen_q, seqlen_k, band, BLOCK)
+    m_min, _, _, m_max = query_blocks(key, last, seqlen_q, seqlen_k, band, BLOCK)
     return m_min, m_max
 
 
@@ -210,7 +211,7 @@ def first_row_block(tile, grid):
 @gluon.jit
 def key_blocks_of(first, last, seqlen_q, seqlen_k, band, BLOCK: gl.constexpr):
     """(first, end) of the blocks of keys that some of the rows from ``first`` to ``last`` see."""
-    n_min, _, _, n_max = blocks.key_blocks(first, last, seqlen_q, seqlen_k, band, BLOCK)
+    n_min, _, _, n_max = key_blocks(first, last, seqlen_q, seqlen_k, band, BLOCK)
     return n_min, n_max
 
 

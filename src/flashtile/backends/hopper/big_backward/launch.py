@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Call, Heads
-from flashtile.backends.gpu.intervals import Side, bounds_launch, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Launch
+from flashtile.backends.gpu.masks import Side, bounds_launch, bounds_of, masks_of, most_bounds
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import BackwardPlan, Made
 from flashtile.backends.gpu.records import num_packed_tiles, table_launches
@@ -28,6 +28,7 @@ from flashtile.call.problem import Problem, Tensors
 big_backward = device_code("flashtile.backends.hopper.big_backward.kernel").big_backward
 
 
+_OF_KEYS = Side(BLOCK, over_keys=True)
 # Columns of a box: all that a swizzle of 128 bytes holds.
 _BOX = 64
 # Half of Hopper's L2, as in ``backward.launch``.
@@ -104,7 +105,7 @@ def launches(
     work, wanted = work or workspace(problem, tensors), problem.grads
     made = table_launches(problem, tensors)
     if problem.intervals:
-        made["interval_bounds"] = bounds_launch(problem, tensors, _side(problem, tensors, over_keys=True))
+        made["interval_bounds"] = bounds_launch(problem, tensors, _OF_KEYS)
         if wanted.q:
             made["interval_bounds_q"] = bounds_launch(problem, tensors, _side(problem, tensors, over_keys=False))
     made["prepare_rows"] = backward.preprocess_launch(problem, tensors, dout, dlse, config, work, adds)
@@ -116,8 +117,7 @@ def launches(
 
 def _side(problem: Problem, tensors: Tensors, *, over_keys: bool) -> Side:
     """Bounds of the queries follow bounds of the keys."""
-    offset = 0 if over_keys else most_bounds(problem, tensors, over_keys=True)
-    return Side(BLOCK, over_keys, offset=offset)
+    return _OF_KEYS if over_keys else Side(BLOCK, offset=most_bounds(problem, tensors, over_keys=True))
 
 
 def _gradient_launch(
@@ -130,11 +130,10 @@ def _gradient_launch(
         # Sums lie behind pointers of their own, so offsets are 0 and not None (``gpu.device``: flags).
         splits = Splits(work.gqa_splits, -(-p.group_size // work.gqa_splits), 0, 0)
         heads *= work.gqa_splits
-    masks = None
-    if p.intervals:
+    masks = masks_of(p, t, _OF_KEYS)
+    if masks is not None:
         # Scores lie keys first, whatever the tile is of: bounds alone are its side's.
-        masks = masks_of(p, t, _side(p, t, over_keys=True))
-        masks = masks._replace(bounds=masks_of(p, t, _side(p, t, over_keys=of != "q")).bounds)
+        masks = masks._replace(bounds=bounds_of(p, t, _side(p, t, over_keys=of != "q")))
     dims = (c.block_d, c.block_d, c.block_dv)
     q, k, v = (
         backward.rows_of(name, x, (BLOCK, _BOX), block_dim, p.varlen)

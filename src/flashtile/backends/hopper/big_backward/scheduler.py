@@ -8,7 +8,7 @@ A tile is 64 rows: of keys for dk and dv, of queries for dq. A program has one; 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device import blocks, intervals, scheduler
+from flashtile.backends.gpu.device import masks, tiles
 from flashtile.backends.hopper.backward.scheduler import (
     BOUNDS_BLOCK,
     key_head,
@@ -34,10 +34,10 @@ def _own_tile(own, other, heads, grid):
     index, batch = gl.program_id(0), grid.call.keys.count
     if grid.call.q.PACKED:
         num_blocks = own.length // BLOCK + batch + 1
-        block, head = scheduler.grouped_tile(index, num_blocks, heads, grid.schedule.heads_at_once)
+        block, head = tiles.grouped_tile(index, num_blocks, heads, grid.schedule.heads_at_once)
         if grid.schedule.FALLING:
             block = num_blocks - 1 - block
-        b, block = scheduler.packed_tile(own.cu_seqlens, batch, block, BLOCK)
+        b, block = tiles.packed_tile(own.cu_seqlens, batch, block, BLOCK)
         _, length = sequence_of(own, b, grid)
         exists = block * BLOCK < length
         if grid.gradients.ADDS:
@@ -46,7 +46,7 @@ def _own_tile(own, other, heads, grid):
         return block * BLOCK, b, head, exists
     else:
         num_blocks = (own.length + BLOCK - 1) // BLOCK
-        block, head = scheduler.grouped_tile(index, num_blocks, heads * batch, grid.schedule.heads_at_once)
+        block, head = tiles.grouped_tile(index, num_blocks, heads * batch, grid.schedule.heads_at_once)
         if grid.schedule.FALLING:
             block = num_blocks - 1 - block
         b = head // heads
@@ -71,16 +71,16 @@ def publish_tile(records, grid):
         if grid.call.q.PACKED:
             # The rows past the last sequence have no keys, and likewise below.
             seqlen_k = gl.where(b < grid.call.keys.count, seqlen_k, 0)
-        start, low, high, end = blocks.key_blocks(place, last, seqlen_q, seqlen_k, grid.call.mods.band, BLOCK)
+        start, low, high, end = tiles.key_blocks(place, last, seqlen_q, seqlen_k, grid.call.mods.band, BLOCK)
     else:
         last = gl.minimum(place + BLOCK, seqlen_k) - 1
         if grid.call.q.PACKED:
             seqlen_q = gl.where(b < grid.call.keys.count, seqlen_q, 0)
-        start, low, high, end = blocks.query_blocks(place, last, seqlen_q, seqlen_k, grid.call.mods.band, BLOCK)
+        start, low, high, end = tiles.query_blocks(place, last, seqlen_q, seqlen_k, grid.call.mods.band, BLOCK)
     if grid.call.mods.band.bounds is not None:
         there = b < grid.call.keys.count
-        inner = intervals.bounds_of(grid.call.mods.band.bounds, b, first_head, place // BOUNDS_BLOCK, there, 1)
-        start, low, high, end = intervals.narrowed(start, low, high, end, inner, BLOCK)
+        inner = masks.bounds_of(grid.call.mods.band.bounds, b, first_head, place // BOUNDS_BLOCK, there, 1)
+        start, low, high, end = masks.narrowed(start, low, high, end, inner, BLOCK)
     row_block = first_head * row_blocks_per_head(grid)
     if grid.call.q.PACKED:
         row_block += start_q // BLOCK + b

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flashtile.backends.gpu.intervals import bounds_launch
 from flashtile.backends.gpu.launch import Launch
-from flashtile.backends.gpu.lists import masks_of
+from flashtile.backends.gpu.masks import bounds_launch, masks_of
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import table_launches
 from flashtile.backends.hopper import tensor_maps

@@ -8,7 +8,7 @@ has its threads along dimension 2 and each thread's own columns along 1 and 3.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device import intervals
+from flashtile.backends.gpu.device import masks
 from flashtile.backends.hopper.device.inline_ptx import least_integers
 
 
@@ -127,7 +127,7 @@ def keep_intervals(x, interval, pairs, count, first_column, first_row, fill):
     row, col = thread_start(x)
     element = (first_column + col)[:, None, :, None] + thread_columns(x)
     exists = (element >= 0) & (pairs.b < count)
-    start, end = intervals.ends_of(interval, pairs.b, pairs.head, element, exists)
+    start, end = masks.ends_of(interval, pairs.b, pairs.head, element, exists)
     other = (first_row + row)[:, None, :, None]
     t = gl.where(other < end, t, fill)
     return as_before(gl.where(other >= start, t, fill), x)

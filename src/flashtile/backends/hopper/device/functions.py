@@ -131,7 +131,7 @@ def bits_at(lists, first, position, own, TILE: gl.constexpr):
 
     Args:
         lists: ``Lists`` with bits.
-        first: The result of ``lists.bits_of``.
+        first: The result of ``masks.bits_of``.
         position: The position of the other side's tile in its list.
         own: The first element of this side.
         TILE: Elements of the other side's tile.

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from flashtile.backends.gpu.device.sequence import PACKED_ROWS
+from flashtile.backends.gpu.device.tiles import PACKED_ROWS
 from flashtile.backends.hopper.device.gluon_compat import (
     aggregate,
     as_box,

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Rows
 from flashtile.backends.gpu.host import kept
-from flashtile.backends.gpu.intervals import Side, bounds_launch
 from flashtile.backends.gpu.launch import Launch, TensorMap
-from flashtile.backends.gpu.lists import masks_of
+from flashtile.backends.gpu.masks import Side, bounds_launch, masks_of
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import ForwardPlan, Memory, forward_memory
 from flashtile.backends.gpu.records import num_packed_tiles, table_launches

@@ -5,7 +5,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device import blocks, intervals, lists, scheduler, sequence
+from flashtile.backends.gpu.device import masks, tiles
 from flashtile.backends.gpu.device.records import Band
 from flashtile.backends.hopper.device import records
 from flashtile.backends.hopper.device.gluon_compat import aggregate
@@ -105,16 +105,16 @@ def _place(step, call, schedule):
     # Lists may have any form, but most are made from causal masks.
     UNEVEN: gl.constexpr = call.mods.band.right is not None or call.mods.band.lists is not None
     if call.q.PACKED:
-        num_tiles = scheduler.first_packed_tile(call.queries.length, call.queries.count + 1, rows, packed, SPARE)
+        num_tiles = tiles.first_packed_tile(call.queries.length, call.queries.count + 1, rows, packed, SPARE)
         place, is_end = _deal(step, num_tiles * own_heads, schedule.counter)
         place = gl.where(is_end, 0, place)
         index = place // own_heads
         head = place - index * own_heads
         if call.keys.CACHED:
             index = _by_turns(index, num_tiles, call)
-        index = scheduler.longest_first(index, num_tiles, UNEVEN)
-        b, block = scheduler.packed_tile(call.queries.cu_seqlens, call.queries.count, index, rows, packed, SPARE)
-        _, length = sequence.sequence(call.queries.cu_seqlens, b, call.queries.count, call.queries.length, True)
+        index = tiles.longest_first(index, num_tiles, UNEVEN)
+        b, block = tiles.packed_tile(call.queries.cu_seqlens, call.queries.count, index, rows, packed, SPARE)
+        _, length = tiles.sequence(call.queries.cu_seqlens, b, call.queries.count, call.queries.length, True)
         is_tile = block * rows < num_rows(length, call, schedule)
         if call.keys.CACHED:
             is_tile = is_tile & _is_own(b, length, call)
@@ -124,14 +124,14 @@ def _place(step, call, schedule):
         num_heads = call.queries.count * own_heads
         if call.mods.band.right is not None and schedule.counter is None:
             program, num_programs = gl.program_id(0), gl.num_programs(0)
-            block, head, is_tile, is_end = scheduler.paired(step, program, num_programs, num_blocks, num_heads)
+            block, head, is_tile, is_end = tiles.paired(step, program, num_programs, num_blocks, num_heads)
         else:
             place, is_end = _deal(step, num_blocks * num_heads, schedule.counter)
             is_tile = step >= 0
             if UNEVEN:
                 most = gl.maximum(schedule.CACHED_ROWS // call.keys.length, 1) * (call.heads.group_size // packed)
                 num_programs = gl.num_programs(0)
-                block, head = scheduler.longest_first_by_spans(place, num_blocks, num_heads, most, num_programs)
+                block, head = tiles.longest_first_by_spans(place, num_blocks, num_heads, most, num_programs)
             else:
                 head = place // num_blocks
                 block = place - head * num_blocks
@@ -177,9 +177,9 @@ def next_tile(step, call, schedule):
         block, b, head, is_tile, is_end = _place(step, call, schedule)
         step += 1
     batch = call.queries.count
-    start_q, seqlen_q = sequence.sequence(call.queries.cu_seqlens, b, batch, call.queries.length, call.q.PACKED)
+    start_q, seqlen_q = tiles.sequence(call.queries.cu_seqlens, b, batch, call.queries.length, call.q.PACKED)
     if not call.keys.CACHED:
-        start_k, seqlen_k = sequence.sequence(call.keys.cu_seqlens, b, batch, call.keys.length, call.q.PACKED)
+        start_k, seqlen_k = tiles.sequence(call.keys.cu_seqlens, b, batch, call.keys.length, call.q.PACKED)
         if call.q.PACKED:
             # The rows past the last sequence have no keys.
             seqlen_k = gl.where(b < batch, seqlen_k, 0)
@@ -208,12 +208,12 @@ def entry_and_length(b, call):
 
 @gluon.jit
 def _blocks_of(first, last, tile, call, schedule):
-    """``blocks.key_blocks`` for rows at positions in a tile's sequence."""
+    """``tiles.key_blocks`` for rows at positions in a tile's sequence."""
     right = call.mods.band.right
     if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
         if call.keys.cache.causal is not None:
             right = right_of(tile.b, call)
-    return blocks.key_blocks(
+    return tiles.key_blocks(
         first, last, tile.seqlen_q, tile.seqlen_k, Band(call.mods.band.left, right, call.mods.band.chunk),
         schedule.BLOCK_N,
     )  # fmt: skip
@@ -223,8 +223,8 @@ def _blocks_of(first, last, tile, call, schedule):
 def within_bounds(found, tile, entry, call, schedule, COUNT: gl.constexpr):
     """The results of ``_blocks_of``, narrowed to the bounds of COUNT entries from ``entry`` on."""
     exists = (tile.b < call.queries.count) & (entry >= 0)
-    inner = intervals.bounds_of(call.mods.band.bounds, tile.b, tile.head, entry, exists, COUNT)
-    return intervals.narrowed(found[0], found[1], found[2], found[3], inner, schedule.BLOCK_N)
+    inner = masks.bounds_of(call.mods.band.bounds, tile.b, tile.head, entry, exists, COUNT)
+    return masks.narrowed(found[0], found[1], found[2], found[3], inner, schedule.BLOCK_N)
 
 
 @gluon.jit
@@ -238,17 +238,17 @@ def right_of(b, call):
 def listed_blocks(tile, call, schedule):
     """(n_block_min, n_partial_max, n_block_max, bits) for a tile with a list of its blocks, as positions in the list.
 
-    In blocks before n_partial_max the mask's function or bits (``lists.bits_of``) decide.
+    In blocks before n_partial_max the mask's function or bits (``masks.bits_of``) decide.
     """
     SPLIT: gl.constexpr = call.mods.band.lists.OTHER // schedule.BLOCK_N
     exists = (tile.b < call.queries.count) & (tile.row >= 0)
-    start, full_start, stop = lists.bounds_of(call.mods.band.lists, tile.b, tile.head, tile.row, exists)
+    start, full_start, stop = masks.list_bounds(call.mods.band.lists, tile.b, tile.head, tile.row, exists)
     is_empty = start >= stop
     n_block_min = gl.where(is_empty, NOWHERE, start * SPLIT)
     n_partial_max, bits = full_start * SPLIT, gl.to_tensor(0)
     if call.mods.band.lists.BITS:
         n_partial_max = gl.where(is_empty | tile.is_end, -1, n_partial_max)
-        bits = lists.bits_of(call.mods.band.lists, tile.b, tile.head, tile.row, start, exists)
+        bits = masks.bits_of(call.mods.band.lists, tile.b, tile.head, tile.row, start, exists)
     return n_block_min, n_partial_max, gl.where(is_empty, NOWHERE + 1, stop * SPLIT), bits
 
 
@@ -260,7 +260,7 @@ def number_of(n_block, call, schedule):
     """
     if call.mods.band.lists is not None:
         is_listed = (n_block >= 0) & (n_block < NOWHERE)
-        number = lists.number_of(gl.where(is_listed, n_block, 0), call.mods.band.lists, schedule.BLOCK_N)
+        number = masks.number_of(gl.where(is_listed, n_block, 0), call.mods.band.lists, schedule.BLOCK_N)
         return gl.where(is_listed, number, _LAST_KEY // schedule.BLOCK_N)
     else:
         return n_block

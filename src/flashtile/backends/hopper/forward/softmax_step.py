@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from flashtile.backends.gpu.device import intervals, mods, softmax
+from flashtile.backends.gpu.device import masks, mods, softmax
 from flashtile.backends.gpu.device.dropout import cipher_of
 from flashtile.backends.gpu.device.records import Band
 from flashtile.backends.hopper.device import functions
@@ -131,7 +131,7 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
     if call.mods.band.row_keys is not None:
         where = query_rows(records, tiles, call)
         exists = (where.b < call.queries.count) & (n_block_max > 0)
-        start, end = intervals.ends_of(
+        start, end = masks.ends_of(
             call.mods.band.row_keys, where.b, where.head, records.get(tiles, "row") + rows, exists
         )
         first_keys = gl.maximum(first_keys, from_thread_column(start, like))

@@ -9,14 +9,49 @@ says ``shares``; states of tiles that several programs have parts of are folded 
 schedule has the shape of FlashMLA's (DeepSeek, 2025) and FlashAttention-3's for wide values, roles in other hands.
 """
 
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import also, make_rings
-from flashtile.backends.hopper.device.ring import make_landing, make_records, make_ring, make_ring_beside
-from flashtile.backends.hopper.latent.records import FIELDS, RECORD_SIZE, Channels
+from flashtile.backends.hopper.device.ring import Records, Ring, make_landing, make_records, make_ring, make_ring_beside
 from flashtile.backends.hopper.latent.roles import producer, scheduler, scorer, summer
 from flashtile.backends.hopper.latent.widening import widener
+
+# A part of a tile, in the order of ``roles.scheduler``: its place and lengths, its blocks of keys, and its states. The
+# entry is the sequence's first page where pages are a list.
+FIELDS = gl.constexpr(
+    "is_part b entry h_kv first num_rows high first_row first_block stop_block state num_states origin waits"
+)
+RECORD_SIZE = gl.constexpr(32)
+
+
+@aggregate
+class Channels:
+    """Rings between the roles.
+
+    Attributes:
+        parts: Records of parts.
+        queries: Queries of a part by pieces of columns, of the values' first and then of the keys'; one use each.
+        values: By pieces of columns, each released by the one summer that has it: the scorer has read a block before
+            it leaves the probabilities without which summers do not begin.
+        landings: Values of 8 bits, where ``values`` will be; the same as ``values`` where these are of 16.
+        scales: Scales of a block's values; ``factors`` where there are none.
+        keys: The keys' own columns; in their place the scorer leaves the block's probabilities, which take as much.
+        factors: By which rows are rescaled before a block is added.
+        results: The rows' maxima and sums of a part.
+    """
+
+    parts: Records
+    queries: gl.tuple
+    values: gl.tuple
+    landings: gl.tuple
+    scales: Ring
+    keys: Ring
+    factors: Ring
+    results: Ring
 
 
 @gluon.jit

@@ -10,11 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, lists, mods, sequence
+from flashtile.backends.gpu.device import masks, mods
 from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
-from flashtile.backends.gpu.device.sequence import HeadRows
+from flashtile.backends.gpu.device.tiles import HeadRows, key_blocks, sequence_of
 from flashtile.backends.portable.backward.kernel import across, load_row_terms, probabilities
-from flashtile.backends.portable.device.tile_io import load_rows, times_transposed
+from flashtile.backends.portable.device.tiles import load_rows, times_transposed
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def listed_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_
     if call.mods.band.lists is None:
         acc = tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles, True)
     else:
-        kind = lists.kind_of(call.mods.band.lists, head.b, head.h, m_first, n_first)
+        kind = masks.kind_of(call.mods.band.lists, head.b, head.h, m_first, n_first)
         if kind != 0:
             acc = tile_gradient(
                 acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles, kind == 1
@@ -65,7 +65,7 @@ def listed_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_
 @triton.jit
 def keeps_some(queries, keys, m_first, n_first, call, tiles):
     """Whether a row of a tile keeps a key of it, by the band and the lengths."""
-    n_min, _full_min, _full_max, n_max = blocks.key_blocks(
+    n_min, _full_min, _full_max, n_max = key_blocks(
         m_first, tl.minimum(m_first + tiles.BLOCK_M, queries.length) - 1, queries.length, keys.length, call.mods.band,
         tiles.BLOCK_N,
     )  # fmt: skip
@@ -105,14 +105,14 @@ def attention_backward_dbias(call, douts, of_rows, dbias, partial, tiles):
             m_first, n_first = m * BLOCK_M, n * BLOCK_N
             stop = count
             if not PACKED:
-                queries, keys = sequence.sequence_of(call.queries, 0), sequence.sequence_of(call.keys, 0)
+                queries, keys = sequence_of(call.queries, 0), sequence_of(call.keys, 0)
                 stop = tl.where(keeps_some(queries, keys, m_first, n_first, call, tiles), count, 0)
             for i in tl.range(stop):
                 b, h = i, bias_head
                 if dbias.SUM_HEADS:
                     b, h = i // call.heads.num_q, i % call.heads.num_q
                 b += first_b
-                queries, keys = sequence.sequence_of(call.queries, b), sequence.sequence_of(call.keys, b)
+                queries, keys = sequence_of(call.queries, b), sequence_of(call.keys, b)
                 head = mods.head_of(call.mods, b, h, queries.length, keys.length)
                 if PACKED:
                     if keeps_some(queries, keys, m_first, n_first, call, tiles):

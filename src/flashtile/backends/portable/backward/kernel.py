@@ -15,21 +15,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, intervals, lists, mods, scheduler, softmax
-from flashtile.backends.gpu.device.blocks import KeyBlocks
+from flashtile.backends.gpu.device import masks, mods, softmax
 from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
 from flashtile.backends.gpu.device.mods import multiple
-from flashtile.backends.gpu.device.sequence import HeadRows
-from flashtile.backends.portable.device.tile_io import (
+from flashtile.backends.gpu.device.tiles import (
+    HeadRows,
+    KeyBlocks,
+    first_packed_tile,
+    key_blocks,
+    phase_blocks,
+    query_blocks,
+)
+from flashtile.backends.portable.device.tiles import (
+    AT_ONCE,
     add_product,
     also,
     load_rows,
+    locate,
     scaled,
     store_contiguous,
     times_transposed,
     zeros,
 )
-from flashtile.backends.portable.device.tiles import AT_ONCE, locate
 
 
 @triton.jit
@@ -82,7 +89,7 @@ def has_lost(of_rows, call, b, h, queries):
         first = (tl.cast(b, tl.int64) * call.heads.num_q + h) * tl.cdiv(call.queries.length, ROWS)
     else:
         first = tl.cast(h, tl.int64) * (call.queries.length // ROWS + call.queries.count + 1)
-        first += scheduler.first_packed_tile(queries.start, b, ROWS, 1, 0)
+        first += first_packed_tile(queries.start, b, ROWS, 1, 0)
     count, found = tl.cdiv(queries.length, ROWS), 0
     for at in range(0, count, 128):
         block = at + tl.arange(0, 128)
@@ -92,7 +99,7 @@ def has_lost(of_rows, call, b, h, queries):
 
 @triton.jit
 def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, place):
-    """Adds the contribution of one head's query blocks, the ``blocks.KeyBlocks``, to dk and dv, where needed.
+    """Adds the contribution of one head's query blocks, the ``tiles.KeyBlocks``, to dk and dv, where needed.
 
     The scores' first dimension is the keys.
     """
@@ -106,7 +113,7 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
     PACKED: tl.constexpr = call.queries.cu_seqlens is not None
     HAS_REST: tl.constexpr = of_rows.rest is not None
     for position in tl.range(visit.start, visit.stop):
-        m = lists.number_of(position, call.mods.band.lists, BLOCK_M)
+        m = masks.number_of(position, call.mods.band.lists, BLOCK_M)
         first = m * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
         is_wanted = True
@@ -201,7 +208,7 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
             return
     k = load_rows(HeadRows(call.k, head_kv, keys), n_first, BLOCK_N, True)
     v = load_rows(HeadRows(call.v, head_kv, keys), n_first, BLOCK_N, True)
-    m_min, m_full_min, m_full_max, m_max = blocks.query_blocks(
+    m_min, m_full_min, m_full_max, m_max = query_blocks(
         n_first, tl.minimum(n_first + BLOCK_N, keys.length) - 1, queries.length, keys.length, call.mods.band, BLOCK_M
     )
     dk = zeros(BLOCK_N, call.q.BLOCK_DIM)
@@ -213,15 +220,15 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
         head = mods.head_of(call.mods, place.b, h, queries.length, keys.length)
         start, full_start, full_stop, stop = m_min, m_full_min, m_full_max, m_max
         if call.mods.band.bounds is not None:
-            found = intervals.bounds_of(call.mods.band.bounds, place.b, h, place.block, place.b < call.keys.count, 1)
-            start, full_start, full_stop, stop = intervals.narrowed(start, full_start, full_stop, stop, found, BLOCK_M)
+            found = masks.bounds_of(call.mods.band.bounds, place.b, h, place.block, place.b < call.keys.count, 1)
+            start, full_start, full_stop, stop = masks.narrowed(start, full_start, full_stop, stop, found, BLOCK_M)
         if LISTED:
-            start, full_start, full_stop, stop = lists.positions_of(
+            start, full_start, full_stop, stop = masks.positions_of(
                 call.mods.band.lists, place.b, h, n_first, place.b < call.keys.count, queries.length, BLOCK_M
             )
         # Phases: rows on the band's right edge, rows that keep every key, the left edge and the end; ONE_LOOP: all.
         for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_START else 1, 3):
-            m_start, m_stop = blocks.phase_blocks(phase, start, full_start, full_stop, stop, ONE_LOOP)
+            m_start, m_stop = phase_blocks(phase, start, full_start, full_stop, stop, ONE_LOOP)
             dk, dv = over_queries(
                 dk, dv, k, v,
                 KeyBlocks(
@@ -262,14 +269,14 @@ def add_to_bias(sums, dscores, head, rows, cols, num_rows):
 
 @triton.jit
 def over_keys(dq, q, dout, lse, delta, rows, visit, call, tiles, head, place, sums):
-    """Adds the contribution of the key blocks of ``blocks.KeyBlocks`` to dq and sums."""
+    """Adds the contribution of the key blocks of ``tiles.KeyBlocks`` to dq and sums."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     keys, cipher = place.keys, cipher_of(call, head.b, head.h)
     head_kv = head.h // call.heads.group_size
     p = rows[:, None] + head.shift
     for position in tl.range(visit.start, visit.stop):
-        n = lists.number_of(position, call.mods.band.lists, BLOCK_N)
+        n = masks.number_of(position, call.mods.band.lists, BLOCK_N)
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         edge = visit.MASKED
@@ -347,21 +354,21 @@ def dq_of_rows(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias_sums, tile
     dout = load_rows(HeadRows(douts, h, queries), m_first, BLOCK_M, True)
     rows = m_first + tl.arange(0, BLOCK_M)
     lse, delta = load_row_terms(of_rows, call.heads.num_q, head, queries, rows)
-    n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
+    n_min, n_full_min, n_full_max, n_max = key_blocks(
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, call.mods.band, BLOCK_N
     )
     if call.mods.band.bounds is not None:
-        found = intervals.bounds_of(call.mods.band.bounds, place.b, h, place.block, place.b < call.queries.count, 1)
-        n_min, n_full_min, n_full_max, n_max = intervals.narrowed(n_min, n_full_min, n_full_max, n_max, found, BLOCK_N)
+        found = masks.bounds_of(call.mods.band.bounds, place.b, h, place.block, place.b < call.queries.count, 1)
+        n_min, n_full_min, n_full_max, n_max = masks.narrowed(n_min, n_full_min, n_full_max, n_max, found, BLOCK_N)
     if LISTED:
-        n_min, n_full_min, n_full_max, n_max = lists.positions_of(
+        n_min, n_full_min, n_full_max, n_max = masks.positions_of(
             call.mods.band.lists, place.b, h, m_first, place.b < call.queries.count, keys.length, BLOCK_N
         )
     dq = zeros(BLOCK_M, call.q.BLOCK_DIM)
     # Phases as in the forward.
     HAS_START: tl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None or LISTED
     for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_START else 1, 3):
-        n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
+        n_start, n_stop = phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         dq = over_keys(
             dq, q, dout, lse, delta, rows,
             KeyBlocks(

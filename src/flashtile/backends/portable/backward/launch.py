@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.intervals import Side, bounds_launch, most_bounds
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
-from flashtile.backends.gpu.lists import masks_of
+from flashtile.backends.gpu.masks import Side, bounds_launch, masks_of, most_bounds
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import BackwardPlan, Made, Memory, empty, gradient_memory, table_memory
 from flashtile.backends.gpu.records import multiprocessors, rows_of, table_launches

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.device.records import Operand
-from flashtile.backends.gpu.distances import table_of
-from flashtile.backends.gpu.functions import module_of, operands_of
-from flashtile.backends.gpu.intervals import Side
+from flashtile.backends.gpu.functions import module_of, operands_of, table_of
 from flashtile.backends.gpu.launch import Launch, Pointer
-from flashtile.backends.gpu.lists import masks_of
+from flashtile.backends.gpu.masks import Side, masks_of
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import Memory
 from flashtile.backends.portable.backward.config import choose

@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import mods, sequence
+from flashtile.backends.gpu.device import mods
+from flashtile.backends.gpu.device.tiles import sequence_of
 from flashtile.backends.portable.backward.dbias import keeps_some, listed_gradient
 from flashtile.backends.portable.device.tiles import locate
 
@@ -41,7 +42,7 @@ def attention_backward_diagonals(call, douts, of_rows, partial, diagonals, tiles
     count = diagonals.before + diagonals.after
     block, head_index = pid % count, pid // count
     b, h = head_index // call.heads.num_q, head_index % call.heads.num_q
-    queries, keys = sequence.sequence_of(call.queries, b), sequence.sequence_of(call.keys, b)
+    queries, keys = sequence_of(call.queries, b), sequence_of(call.keys, b)
     head = mods.head_of(call.mods, b, h, queries.length, keys.length)
     # Tile m of rows meets tile RATIO * m - k of keys.
     k = block - diagonals.before

@@ -38,7 +38,7 @@ class RowTerms(NamedTuple):
         rest: The rounding error of lse, in base 2; None without ``Mods.LARGE``.
         flags: Only for repairs, which add the gradients' shares of rows that another backend's kernels have lost; lse
             of all other rows is +inf. int32, whether a block of rows has lost some. Blocks are numbered by sequences
-            and heads, or, if packed, by heads and then as in ``scheduler.packed_tile``.
+            and heads, or, if packed, by heads and then as in ``tiles.packed_tile``.
         FLAG_ROWS: Rows of a block of ``flags``.
     """
 

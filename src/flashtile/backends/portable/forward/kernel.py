@@ -10,33 +10,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, intervals, lists, mods, softmax
-from flashtile.backends.gpu.device.blocks import KeyBlocks
+from flashtile.backends.gpu.device import masks, mods, softmax
 from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
-from flashtile.backends.gpu.device.sequence import HeadRows
-from flashtile.backends.portable.device.tile_io import (
+from flashtile.backends.gpu.device.tiles import HeadRows, KeyBlocks, key_blocks, phase_blocks
+from flashtile.backends.portable.device.tiles import (
+    AT_ONCE,
     add_product,
     also,
     load_contiguous,
     load_rows,
+    locate,
     scaled,
     store_contiguous,
     times_transposed,
     zeros,
 )
-from flashtile.backends.portable.device.tiles import AT_ONCE, locate
 
 
 @triton.jit
 def attend(acc, row_max, row_sum, q, m_first, visit, call, tiles, head, keys):
-    """Adds the key blocks of ``blocks.KeyBlocks`` to the softmax state of BLOCK_M rows."""
+    """Adds the key blocks of ``tiles.KeyBlocks`` to the softmax state of BLOCK_M rows."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     cipher = cipher_of(call, head.b, head.h)
     head_kv = head.h // call.heads.group_size
     p = m_first + tl.arange(0, tiles.BLOCK_M)[:, None] + head.shift
     for position in tl.range(visit.start, visit.stop):
-        n = lists.number_of(position, call.mods.band.lists, BLOCK_N)
+        n = masks.number_of(position, call.mods.band.lists, BLOCK_N)
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)
@@ -171,14 +171,14 @@ def attend_rows(call, output, tiles, place, wanted):
     # Not by descriptor, here and in the backward: a descriptor load before a loop keeps its values in registers
     # throughout.
     q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)
-    n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
+    n_min, n_full_min, n_full_max, n_max = key_blocks(
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, call.mods.band, BLOCK_N
     )
     if call.mods.band.bounds is not None:
-        found = intervals.bounds_of(call.mods.band.bounds, place.b, h, place.block, place.b < call.queries.count, 1)
-        n_min, n_full_min, n_full_max, n_max = intervals.narrowed(n_min, n_full_min, n_full_max, n_max, found, BLOCK_N)
+        found = masks.bounds_of(call.mods.band.bounds, place.b, h, place.block, place.b < call.queries.count, 1)
+        n_min, n_full_min, n_full_max, n_max = masks.narrowed(n_min, n_full_min, n_full_max, n_max, found, BLOCK_N)
     if LISTED:
-        n_min, n_full_min, n_full_max, n_max = lists.positions_of(
+        n_min, n_full_min, n_full_max, n_max = masks.positions_of(
             call.mods.band.lists, place.b, h, m_first, place.b < call.queries.count, keys.length, BLOCK_N
         )
     acc = zeros(BLOCK_M, call.v.BLOCK_DIM)
@@ -188,7 +188,7 @@ def attend_rows(call, output, tiles, place, wanted):
     # partial blocks, full ones, and full ones on an edge.
     HAS_START: tl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None or LISTED
     for phase in tl.static_range(2 if ONE_LOOP else 0 if HAS_START else 1, 3):
-        n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
+        n_start, n_stop = phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, m_first,
             KeyBlocks(

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from flashtile.backends.gpu.device.records import Output
-from flashtile.backends.gpu.intervals import Side, bounds_launch
 from flashtile.backends.gpu.launch import Launch, Pointer
-from flashtile.backends.gpu.lists import masks_of
+from flashtile.backends.gpu.masks import Side, bounds_launch, masks_of
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import ForwardPlan, Memory, forward_memory
 from flashtile.backends.gpu.records import multiprocessors, table_launches

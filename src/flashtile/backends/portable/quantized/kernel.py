@@ -11,11 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.device import blocks, mods, sequence, softmax
-from flashtile.backends.gpu.device.blocks import KeyBlocks
-from flashtile.backends.gpu.device.sequence import HeadRows
-from flashtile.backends.portable.device.tile_io import load_rows, store_contiguous
-from flashtile.backends.portable.device.tiles import locate
+from flashtile.backends.gpu.device import mods, softmax
+from flashtile.backends.gpu.device.tiles import HeadRows, KeyBlocks, base, key_blocks, phase_blocks
+from flashtile.backends.portable.device.tiles import load_rows, locate, store_contiguous
 from flashtile.backends.portable.forward.kernel import finish
 
 # Keys, or queries, that share a scale.
@@ -44,7 +42,7 @@ def load_scale(scale, b, head, block, exists):
 def load_values(v, b, head, first, BLOCK_N: tl.constexpr):
     """A tile [BLOCK_DIM, BLOCK_N] of v's columns from ``first``, which all exist; 0 past DIM."""
     row, col = tl.arange(0, v.BLOCK_DIM)[:, None], tl.arange(0, BLOCK_N)[None, :]
-    at = sequence.base(v.ptr, b, 0, head, v.stride_b, v.stride_row, v.stride_head) + first
+    at = base(v.ptr, b, 0, head, v.stride_b, v.stride_row, v.stride_head) + first
     at = at + (row.to(tl.int64) * v.stride_row + col)
     return tl.load(at) if v.DIM == v.BLOCK_DIM else tl.load(at, mask=row < v.DIM, other=0.0)
 
@@ -70,7 +68,7 @@ def rounded(probs):
 
 @triton.jit
 def attend(acc, row_max, row_sum, q, q_scale, rows, visit, call, scales, tiles, head, keys):
-    """Adds the key blocks of ``blocks.KeyBlocks`` to the softmax state of BLOCK_M rows, as ``portable.forward.kernel``.
+    """Adds the key blocks of ``tiles.KeyBlocks`` to the softmax state of BLOCK_M rows, as ``portable.forward.kernel``.
 
     row_sum and acc are 2^PROBS_LOG2 times those there.
     """
@@ -128,7 +126,7 @@ def attention_quantized(call, scales, output, tiles):
     q = load_rows(HeadRows(call.q, h, queries), m_first, BLOCK_M, True)[0]
     q_block = block_of(call.queries, queries, place.b, m_first)
     q_scale = load_scale(scales.q, queries.batch_index, h, q_block, in_sequence)
-    n_min, n_full_min, n_full_max, n_max = blocks.key_blocks(
+    n_min, n_full_min, n_full_max, n_max = key_blocks(
         m_first, tl.minimum(m_first + BLOCK_M, queries.length) - 1, queries.length, keys.length, call.mods.band, BLOCK_N
     )
     acc = tl.zeros([BLOCK_M, call.v.BLOCK_DIM], tl.float32)
@@ -136,7 +134,7 @@ def attention_quantized(call, scales, output, tiles):
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     # The phases of ``portable.forward.kernel``.
     for phase in tl.static_range(2 if ONE_LOOP else 0 if call.mods.band.left is not None else 1, 3):
-        n_start, n_stop = blocks.phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
+        n_start, n_stop = phase_blocks(phase, n_min, n_full_min, n_full_max, n_max, ONE_LOOP)
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, q_scale, rows,
             KeyBlocks(n_start, n_stop, n_full_min if BRANCH else None, n_full_max if BRANCH else None, phase != 1),

@@ -1,4 +1,4 @@
-"""Interval masks from the host's side: the records of kernels, and the launch that finds which blocks to visit."""
+"""Interval masks and block lists from the host's side: kernels' records, and the launch that finds blocks to visit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.named import device_code
 from flashtile.call.problem import Problem, Tensors
 
-interval_bounds = device_code("flashtile.backends.gpu.device.intervals").interval_bounds
-
-
+interval_bounds = device_code("flashtile.backends.gpu.device.masks").interval_bounds
+# Elements of the other side that ``interval_bounds`` looks at together.
 _SCAN = 1024
 
 
@@ -50,19 +49,21 @@ class Side(NamedTuple):
     offset: int = 0
 
 
-def masks_of(problem: Problem, t: Tensors, side: Side) -> Masks:
-    """What a kernel with these tiles needs of the intervals of a call, which has some."""
+def masks_of(problem: Problem, t: Tensors, side: Side) -> Masks | None:
+    """What a kernel with these tiles needs of the intervals or the lists of a call; None without them."""
+    if problem.listed:
+        return Masks(None, None, None, _lists_of(problem, t, over_keys=side.over_keys))
+    if not problem.intervals:
+        return None
     row_keys, key_rows = _used(problem, t, side.over_keys)
-    _, heads, tiles = _shape(problem, t, side)
-    batch_shared, heads_shared = (x == 1 for x in _shape(problem, t, side)[:2])
-    head_step = 4 * tiles
-    bounds = Bounds(
-        Pointer(torch.int32, side.operand, 4 * side.offset),
-        0 if batch_shared else heads * head_step,
-        0 if heads_shared else head_step,
-        tiles,
-    )
-    return Masks(_interval("row_keys", row_keys), _interval("key_rows", key_rows), bounds)
+    return Masks(_interval("row_keys", row_keys), _interval("key_rows", key_rows), bounds_of(problem, t, side))
+
+
+def bounds_of(problem: Problem, t: Tensors, side: Side) -> Bounds:
+    """The ``Bounds`` that ``bounds_launch`` writes."""
+    batch, heads, tiles = _shape(problem, t, side)
+    at, head_step = Pointer(torch.int32, side.operand, 4 * side.offset), 4 * tiles
+    return Bounds(at, 0 if batch == 1 else heads * head_step, 0 if heads == 1 else head_step, tiles)
 
 
 def intervals_of(problem: Problem, t: Any) -> tuple[Interval | None, Interval | None]:
@@ -108,6 +109,18 @@ def _shape(problem: Problem, t: Tensors, side: Side) -> tuple[int, int, int]:
     given = [x.shape for x in _used(problem, t, side.over_keys) if x is not None]
     length = problem.seqlen_k if side.over_keys else problem.seqlen_q
     return max(x[0] for x in given), max(x[1] for x in given), -(-length // side.block)
+
+
+def _lists_of(problem: Problem, t: Tensors, *, over_keys: bool) -> Lists:
+    """The lists of blocks of rows, or of keys."""
+    name, items = ("key_blocks", "key_items") if over_keys else ("row_blocks", "row_items")
+    bounds, (own, other) = getattr(t, name), problem.listed[:2][:: -1 if over_keys else 1]
+    batch, heads, count, _ = bounds.shape
+    return Lists(
+        pointer(bounds, name), pointer(getattr(t, items), items), 0 if batch == 1 else heads * count * 3,
+        0 if heads == 1 else count * 3, count, own, other,
+        problem.has_bits, problem.varlen or not problem.band.unbounded,
+    )  # fmt: skip
 
 
 def _interval(name: str, x: Tensor | None) -> Interval | None:
