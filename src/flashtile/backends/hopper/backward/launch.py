@@ -16,6 +16,7 @@ from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import (
     BackwardPlan,
+    EmptyPlan,
     Made,
     Memory,
     Plan,
@@ -66,7 +67,7 @@ def plan(
         config: Tiles to use instead of the chosen ones, for tuning.
     """
     if keeps_nothing(problem, tensors):
-        return functools.partial(without_pairs, problem)
+        return EmptyPlan(without_pairs, problem)
     p = by_bits(problem)
     config = config or configs.choose(p)
     work = Workspace.of(p, config, tensors)

@@ -11,7 +11,7 @@ from flashtile.backends.gpu.device.records import Call, Heads
 from flashtile.backends.gpu.intervals import Side, bounds_launch, masks_of, most_bounds
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.plan import BackwardPlan, Made
+from flashtile.backends.gpu.plan import BackwardPlan, EmptyPlan, Made
 from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import launch as backward
@@ -42,7 +42,7 @@ def plan(
 ) -> base.Plan:
     """Gradients of calls of one kind; see ``backward.launch.plan``. The plan takes no part in a ``Chain``."""
     if backward.keeps_nothing(problem, tensors):
-        return functools.partial(backward.without_pairs, problem)
+        return EmptyPlan(backward.without_pairs, problem)
     p = by_bits(problem)
     config, work = config or configs.choose(p), workspace(p, tensors)
 

@@ -16,7 +16,7 @@ from flashtile.backends.gpu.intervals import Side, bounds_launch
 from flashtile.backends.gpu.launch import Launch, TensorMap
 from flashtile.backends.gpu.lists import masks_of
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.plan import ForwardPlan, Memory, forward_memory
+from flashtile.backends.gpu.plan import EmptyPlan, ForwardPlan, Memory, forward_memory
 from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Cache
@@ -47,8 +47,8 @@ def plan_of(problem: Problem, tensors: Tensors, config: Any, choose: Any, launch
     """``plan`` of a kernel with tiles and launches of its own."""
     # TMA has no map of an empty tensor.
     if tensors.q.numel() == 0 or tensors.k.numel() == 0:
-        return functools.partial(without_keys, problem)
-    config = config or choose(configs.by_bits(problem), tensor_maps.score_bytes(tensors), tensors.q.shape[-3])
+        return EmptyPlan(without_keys, problem)
+    config = config or choose(problem, tensor_maps.score_bytes(tensors), tensors.q.shape[-3])
 
     def prepare(t: Tensors, _: Any, is_joined: bool) -> tuple[Memory, dict[str, Launch]]:
         p, tiles = configs.by_bits(problem), replace(config, strip=config.block_m) if is_joined else config
