@@ -213,8 +213,8 @@ def _warm_up(given: _Given, device: torch.device | str, backward: bool, keywords
             wanted += [("quantization", "quantize", build) for build in rounding]
         for problem, described, direction in calls:
             chosen = dispatch.select(problem, direction, keywords.get("backend"))
-            for each, share in dispatch.shares(chosen, problem, direction):
-                wanted += [(chosen.name, direction, build) for build in each.builds(share, described, direction)]
+            builds = dispatch.builds(chosen, problem, direction, described)
+            wanted += [(chosen.name, direction, build) for build in builds]
     # Compilers run in their own processes, so threads are enough to build kernels in parallel.
     with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as pool:
         return list(pool.map(_make, wanted))
