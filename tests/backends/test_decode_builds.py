@@ -116,15 +116,17 @@ def test_no_record_loses_constants(call: dict[str, Any]) -> None:
 @pytest.mark.parametrize("backend", ["hopper", "portable"])
 @pytest.mark.parametrize(
     "call",
-    [{}, {"page_size": 16, "seqlen_q": 40, "appends": True, "packed": True}, {"seqlen_q": 8}, {"without": 3}],
-    ids=["decode", "prompts", "wide", "no cache"],
-)
+    [{}, {"page_size": 16, "seqlen_q": 40, "appends": True, "packed": True}, {"seqlen_q": 8}]
+    + [{"keys": keys} for keys in (2048, 0)],
+    ids=["decode", "prompts", "wide", "no cache", "no keys"],
+)  # fmt: skip
 def test_warm_up_builds_what_a_call_starts(backend: str, call: dict[str, Any]) -> None:
-    direction: Direction = "forward" if "without" in call else "decode"
+    direction: Direction = "forward" if "keys" in call else "decode"
     problem: Problem
     tensors: Any
     if direction == "forward":
-        q, k = (torch.empty(2, n, heads, 64, dtype=torch.bfloat16, device="meta") for n, heads in ((3, 8), (2048, 2)))
+        sizes = (3, 8), (call["keys"], 2)
+        q, k = (torch.empty(2, *size, 64, dtype=torch.bfloat16, device="meta") for size in sizes)
         tensors = Tensors(q, k, k)
         problem = banded_problem(tensors, Band()).but(device_type="cuda", compute_capability=(9, 0))
     else:

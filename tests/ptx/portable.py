@@ -13,7 +13,7 @@ from flashtile.backends.gpu import host
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.portable import config as tiles
 from flashtile.backends.portable import kernels as portable
-from flashtile.ops import dispatch, plans
+from flashtile.ops import plans
 from tests.ptx.launch import Kernels
 from tests.ptx.machine import Options
 
@@ -37,10 +37,8 @@ def on_cpu(machine: Options, arch: str = "sm_90") -> Iterator[None]:
         (host, "interpret", run),
     ]  # fmt: skip
     plans.kept = OrderedDict()
-    dispatch._first.cache_clear()
     with ExitStack() as entered:
         for place, name, value in patches:
             entered.enter_context(mock.patch.object(place, name, value))
         yield
     plans.kept = OrderedDict()
-    dispatch._first.cache_clear()

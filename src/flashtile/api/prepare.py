@@ -49,7 +49,7 @@ def explain(
     tensors, asked, cached = asked_of("explain", (q, k, v), keywords)
     backend = keywords.get("backend")
     if cached:
-        over, settings = _over_cache(tensors, asked, cached)
+        over, settings = over_cache(tensors, asked, cached)
         problem = cached_problem.problem_of(over, settings)
         if problem.device_type == "cpu":
             cached_problem.check_values(problem, over)
@@ -90,7 +90,7 @@ def _explained(
     return "\n".join(filter(None, (*said, used())))
 
 
-def _over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions]:
+def over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions]:
     """The records of a call over a cache, from the arguments that all calls have and those that it alone has."""
     plain, functions = asked.plain, asked.functions
     foreign = {
@@ -194,7 +194,7 @@ def _warm_up(given: _Given, device: torch.device | str, backward: bool, keywords
     in_8_bits = asked.precision is not None or isinstance(q, Quantized)
     calls: list[tuple[Problem, Any, Direction]]
     if cached:
-        over, settings = _over_cache(tensors, asked, cached)
+        over, settings = over_cache(tensors, asked, cached)
         over = without_data(over)
         calls = [(cached_problem.problem_of(over, settings).but(**where), over, "decode")]
     elif in_8_bits:
@@ -213,8 +213,8 @@ def _warm_up(given: _Given, device: torch.device | str, backward: bool, keywords
             wanted += [("quantization", "quantize", build) for build in rounding]
         for problem, described, direction in calls:
             chosen = dispatch.select(problem, direction, keywords.get("backend"))
-            for each, share in dispatch.shares(chosen, problem, direction):
-                wanted += [(chosen.name, direction, build) for build in each.builds(share, described, direction)]
+            builds = dispatch.builds(chosen, problem, direction, described)
+            wanted += [(chosen.name, direction, build) for build in builds]
     # Compilers run in their own processes, so threads are enough to build kernels in parallel.
     with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as pool:
         return list(pool.map(_make, wanted))

@@ -25,7 +25,6 @@ from flashtile.call.problem import Problem, compute_capability
 from flashtile.call.quantized import Quantized
 from flashtile.call.quantized_call import OUT_DTYPES, QuantizedOptions, QuantizedTensors, options_of, problem_of
 from flashtile.core.errors import InvalidInputError, shown
-from flashtile.ops import dispatch
 from flashtile.ops import operators as ops
 from flashtile.ops.operation import refuse_tangents
 
@@ -47,8 +46,7 @@ def attend(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
     tensors, options = read(given, asked)
     if any(options.grads) and not isinstance(given.q, Quantized):
         if not torch.compiler.is_compiling():
-            # A call is refused now if its backward cannot run.
-            dispatch.select(Problem.of(tensors, options), "backward", options.backend)
+            ops.REGULAR.prepare(tensors, options)  # a call is refused now if its backward cannot run
         out, lse, *_ = _StraightThrough.apply(options, *arguments.tensor_values(tensors))
     else:
         out, lse = ops.attend_quantized(*quantized_call(given, tensors, options))

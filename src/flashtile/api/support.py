@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
 
-from flashtile.api.cached import completed
-from flashtile.call import cached_arguments, cached_problem
+from flashtile.api.keywords import asked_of
+from flashtile.api.prepare import over_cache
+from flashtile.call import cached_problem
 from flashtile.call.arguments import integer
-from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import compute_capability as capability_of
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.ops import dispatch
-
-# What a call may have besides -> the options and tensors that stand for it.
-_BESIDES: dict[str, tuple[dict[str, Any], dict[str, torch.Size]]] = {
-    "window_size": ({"window_size": (1, 0)}, {}),
-    "attention_chunk": ({"attention_chunk": 1}, {}),
-    "softcap": ({"softcap": 1.0}, {}),
-    "alibi_slopes": ({}, {"alibi_slopes": torch.Size([1])}),
-    "sinks": ({}, {"sinks": torch.Size([1])}),
-    "causal": ({"causal": False}, {}),
-    "tree_mask": ({}, {}),
-    "slot_mapping": ({}, {}),
-}
 
 
 class Support(NamedTuple):
@@ -73,37 +62,32 @@ def supports(
     Raises:
         InvalidInputError: A ValueError that names the argument.
     """
-    unknown = [each for each in besides if each not in _BESIDES]
+    empty, index = functools.partial(torch.empty, device="meta"), torch.int32
+    slopes, words = empty(1, dtype=torch.float32), empty(1, 1, dtype=torch.int64)
+    known: dict[str, Any] = {
+        "window_size": (1, 0), "attention_chunk": 1, "softcap": 1.0, "alibi_slopes": slopes, "sinks": slopes,
+        "causal": empty(1, dtype=torch.bool), "tree_mask": words, "slot_mapping": words[0],
+    }  # fmt: skip
+    unknown = [each for each in besides if each not in known]
     if unknown:
-        raise InvalidInputError("besides", f"has {shown(unknown[0])}, must be of {', '.join(_BESIDES)}")
+        raise InvalidInputError("besides", f"has {shown(unknown[0])}, must be of {', '.join(known)}")
     place = torch.device(device)
     if place.type == "cuda" and compute_capability is None and not torch.cuda.is_available():
         raise InvalidInputError("compute_capability", "is None, but torch finds no GPU here")
     rows, wide = integer("page_size", page_size, 0) or 1, head_dim if head_dim_v is None else head_dim_v
-
-    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=of, device="meta")
-
-    kind, index = dtype if cache_dtype is None else cache_dtype, torch.int32
-    tensors: dict[str, Any] = {
-        "out": None, "q": empty(1, 1, integer("head_dim", head_dim)), "k_cache": empty(1, rows, 1, head_dim, of=kind),
-        "v_cache": empty(1, rows, 1, integer("head_dim_v", wide), of=kind), "cache_seqlens": empty(1, of=index),
-        "cu_seqlens_q": empty(2, of=index), "page_table": empty(1, 1, of=index) if page_size else None,
+    integer("head_dim", head_dim), integer("head_dim_v", wide)
+    k_cache, v_cache, k, v = (
+        empty(*shape, dim, dtype=kind)
+        for shape, kind in (((1, rows, 1), cache_dtype or dtype), ((1, 1), dtype)) for dim in (head_dim, wide)
+    )  # fmt: skip
+    keywords: Any = {
+        "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": empty(1, dtype=index),
+        "cu_seqlens_q": empty(2, dtype=index), "page_table": empty(1, 1, dtype=index) if page_size else None,
+        **{each: known[each] for each in besides},
     }  # fmt: skip
-    options: dict[str, Any] = {"window_size": None, "softcap": 0.0, "causal": True, "attention_chunk": None}
-    for each in besides:
-        given, shapes = _BESIDES[each]
-        options |= given
-        tensors |= {name: empty(*shape, of=torch.float32) for name, shape in shapes.items()}
-    if "causal" in besides:
-        tensors["causal"] = empty(1, of=torch.bool)
-    if "tree_mask" in besides:
-        tensors["tree_mask"] = empty(1, 1, of=torch.int64)
-    if "slot_mapping" in besides:
-        tensors |= {"k": empty(1, 1, head_dim), "v": empty(1, 1, wide), "slot_mapping": empty(1, of=torch.int64)}
-    plain = 1, None, None, options["softcap"], False, None, options["attention_chunk"], False
-    read = cached_arguments.read(options["causal"], options["window_size"], False, plain)
-    problem = cached_problem.problem_of(completed(CacheTensors(**tensors)), read).but(
+    new = (k, v) if "slot_mapping" in besides else (None, None)
+    tensors, options = over_cache(*asked_of("supports", (empty(1, 1, head_dim, dtype=dtype), *new), keywords))
+    problem = cached_problem.problem_of(tensors, options).but(
         device_type=place.type,
         compute_capability=capability_of(place) if compute_capability is None else tuple(compute_capability),
     )

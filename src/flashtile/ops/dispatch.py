@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 from flashtile.call.arguments import BACKENDS, Grads, checked
@@ -49,17 +49,15 @@ def reasons(name: str, problem: Problem, direction: Direction) -> list[str]:
     return [missing, *why] if missing else why
 
 
-@lru_cache(maxsize=4096)
 def _first(problem: Problem, direction: Direction) -> str | None:
     able = [name for name in NAMES if not reasons(name, problem, direction)]
     quick = [name for name in able if not _is_slow(name, problem, direction)]
     return next(iter(quick or able), None)
 
 
-@lru_cache(maxsize=4096)
 def _first_of_most(problem: Problem, name: str) -> str:
     """The faster backend for all gradients but those that another may compute, or ``name``, which computes all."""
-    others = _without(problem, _APART)
+    others, _ = _parted(problem, _APART)
     first = _first(others, "backward") if others.needs_grad else None
     return name if first is None or max(problem.head_dim, problem.head_dim_v) <= MOST_TOGETHER else first
 
@@ -68,14 +66,12 @@ def _first_of_most(problem: Problem, name: str) -> str:
 _APART = {"bias_grad": "attn_bias", "operand_grad": "captured tensors"}
 
 
-def _without(problem: Problem, features: Iterable[str]) -> Problem:
-    """The same call without some of these gradients."""
-    grads = problem.grads
-    if "bias_grad" in features:
-        grads = grads._replace(bias=False)
-    if "operand_grad" in features:
-        grads = grads._replace(operands=())
-    return problem.but(grads=grads)
+def _parted(problem: Problem, features: Iterable[str]) -> tuple[Problem, Problem]:
+    """The same call without some of these gradients, and with them alone."""
+    grads, has_bias = problem.grads, "bias_grad" in features
+    operands = grads.operands if "operand_grad" in features else ()
+    others = grads._replace(bias=grads.bias and not has_bias, operands=() if operands else grads.operands)
+    return problem.but(grads=others), problem.but(grads=Grads(bias=has_bias, operands=operands))
 
 
 def _apart(chosen: Backend, problem: Problem, direction: Direction) -> list[str]:
@@ -90,11 +86,14 @@ def shares(chosen: Backend, problem: Problem, direction: Direction) -> list[tupl
     apart = _apart(chosen, problem, direction)
     if not apart:
         return [(chosen, problem)]
-    others = Grads(
-        bias="bias_grad" in apart, operands=problem.grads.operands if "operand_grad" in apart else ()
-    )  # fmt: skip
-    rest = problem.but(grads=others)
-    return [(chosen, _without(problem, apart)), (select(rest, direction), rest)]
+    others, rest = _parted(problem, apart)
+    return [(chosen, others), (select(rest, direction), rest)]
+
+
+def builds(chosen: Backend, problem: Problem, direction: Direction, shapes: Any) -> list[Build]:
+    """The kernels of a direction, by all backends that run it; shapes: the call's tensors on the meta device."""
+    of_shares = shares(chosen, problem, direction)
+    return [build for each, share in of_shares for build in each.builds(share, shapes, direction)]
 
 
 def _is_slow(name: str, problem: Problem, direction: Direction) -> bool:
@@ -165,8 +164,7 @@ def explain(problem: Problem, name: str | None = None, only: Direction | None = 
 
 def kernels(chosen: Backend, problem: Problem, direction: Direction, shapes: Any) -> list[str]:
     """A line for each kernel of a direction: where its code comes from."""
-    of_shares = shares(chosen, problem, direction)
-    return [line_of(build) for each, share in of_shares for build in each.builds(share, shapes, direction)]
+    return [line_of(build) for build in builds(chosen, problem, direction, shapes)]
 
 
 def line_of(build: Build) -> str:

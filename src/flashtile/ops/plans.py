@@ -97,8 +97,7 @@ def _build_backward(chosen: Backend, problem: Problem, like: Tensors) -> None:
 
     def build() -> None:
         with contextlib.suppress(Exception), torch.cuda.device(device):
-            shares = dispatch.shares(chosen, problem, "backward")
-            builds = [made for each, share in shares for made in each.builds(share, shapes, "backward")]
+            builds = dispatch.builds(chosen, problem, "backward", shapes)
             with ThreadPoolExecutor(len(builds)) as pool:
                 list(pool.map(lambda made: made.make(), builds))
 

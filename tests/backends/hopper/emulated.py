@@ -24,7 +24,7 @@ from flashtile.backends.hopper.device.gluon_compat import tma_add
 from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch
 from flashtile.core import philox
-from flashtile.ops import dispatch, plans
+from flashtile.ops import plans
 from tests import emulator
 from tests.emulator.language import elementwise, select
 from tests.emulator.values import Value, value_of
@@ -109,7 +109,6 @@ def forget_plans() -> None:
     launch._counters.clear()
     tensor_maps._num_sms.cache_clear()
     plans.kept = OrderedDict()
-    dispatch._first.cache_clear()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -273,23 +273,16 @@ def is_direct() -> bool:
 
 def builds(launches: Mapping[str, Launch]) -> list[base.Build]:
     """The result of ``Backend.builds`` for launches by name: on the current device, or for ``AHEAD``."""
-    if (gpu := AHEAD.get()) is not None:
+    partial = functools.partial
+    make: Callable[[Launch], object]
+    if (gpu := AHEAD.get()) is None:
+        device = torch.cuda.current_device()
+        make, source = partial(find_build, device=device), partial(_source, device=device)
+    else:
         from flashtile.backends.gpu.ahead import RECORDER
 
-        recorder = RECORDER.get()
-        return [
-            base.Build(
-                name,
-                functools.partial(_make_ahead, launch, gpu, recorder),
-                functools.partial(_source_ahead, launch, gpu),
-            )
-            for name, launch in launches.items()
-        ]
-    device = torch.cuda.current_device()
-    return [
-        base.Build(name, functools.partial(find_build, launch, device), functools.partial(_source, launch, device))
-        for name, launch in launches.items()
-    ]
+        make, source = partial(_make_ahead, gpu=gpu, recorder=RECORDER.get()), partial(_source_ahead, gpu=gpu)
+    return [base.Build(name, partial(make, launch), partial(source, launch)) for name, launch in launches.items()]
 
 
 def _make_ahead(launch: Launch, gpu: Gpu, recorder: Any) -> None:

@@ -159,20 +159,15 @@ def _rule(name: str) -> int:
 
 
 @functools.cache
-def _rules_of(record: Any) -> tuple[int, ...]:
-    return tuple(map(_rule, record._fields))
+def _rules_of(names: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(map(_rule, names))
 
 
 def parameters_of(launch: Launch) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The names of a kernel's parameters, and what each says of a leaf."""
     is_named = isinstance(launch.kernel, DeviceFunction)
     names = tuple(launch.arguments) if is_named else tuple(launch.kernel.arg_names)
-    return names, _rules_of_names(names)
-
-
-@functools.cache
-def _rules_of_names(names: tuple[str, ...]) -> tuple[int, ...]:
-    return tuple(map(_rule, names))
+    return names, _rules_of(names)
 
 
 def lower(launch: Launch) -> tuple[tuple[Any, ...], list[Any]]:
@@ -195,7 +190,7 @@ def _sorted(rules: tuple[int, ...]) -> tuple[Callable[[Any], Any] | None, tuple[
 
 @functools.cache
 def _sorted_of(record: Any) -> tuple[Callable[[Any], Any] | None, tuple[tuple[int, int], ...]]:
-    return _sorted(_rules_of(record))
+    return _sorted(_rules_of(record._fields))
 
 
 def _lower(
@@ -256,7 +251,8 @@ def _mapped(name: str, value: Any, rule: int, leaf: Callable[[str, Any, bool], A
     kind = type(value)
     fields = [(str(n), rule) for n in range(len(value))]
     if kind is not tuple:
-        fields = list(zip(kind._fields, _rules_of(kind), strict=True))  # type: ignore[attr-defined]
+        names = kind._fields  # type: ignore[attr-defined]
+        fields = list(zip(names, _rules_of(names), strict=True))
     made = [_mapped(f"{name}.{field}", each, of, leaf) for (field, of), each in zip(fields, value, strict=True)]
     return kind(*made) if kind is not tuple else tuple(made)
 

@@ -69,6 +69,14 @@ class Plan:
         return memory, launchers
 
 
+class EmptyPlan(functools.partial[Any]):
+    """The plan of a call without rows or keys: a function that computes it without a kernel."""
+
+    def launches(self, *_: Any, **given: Any) -> dict[str, Launch]:
+        """As of ``Plan``: none."""
+        return {}
+
+
 class ForwardPlan(Plan):
     """A forward, as ``call.backend.Forward`` and ``QuantizedForward`` say; its kind: whether it merges a partial."""
 

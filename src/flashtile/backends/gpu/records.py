@@ -45,6 +45,12 @@ def rows_of(
     return Rows(pointer(tensor, name), desc, batch, row, head, tensor.shape[-1], block_dim, unit, len(strides) == 3)
 
 
+def score_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of a mask or a bias over (batch, head, row, key), 0 where it broadcasts."""
+    own = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (0,) * (4 - tensor.dim()) + tuple(own)
+
+
 def indices(tensor: Tensor | None, operand: str) -> Pointer | None:
     """The ``Pointer`` to numbers of sequences or tokens: slices of a server's begin anywhere, and share a build."""
     return None if tensor is None else Pointer(tensor.dtype, operand, 0, aligned=False)

@@ -51,13 +51,9 @@ class Kernel:
     reasons: Callable[[Problem], list[str]] = lambda problem: []
     reads: Callable[[Problem, Any], bool] = lambda problem, tensors: True
 
-    def choose(self, problem: Problem) -> Any:
-        """The tiles of a call if its tensors have the usual layouts."""
-        return module(f"{self.package}.config").choose(problem)
-
     def describe(self, table: GpuBackend, problem: Problem) -> str:
-        """The kernel and its tiles in one line."""
-        return self.text.format(self.choose(problem))
+        """The kernel in one line, with the tiles that its plan chooses for tensors of the usual layouts."""
+        return self.text.format(module(f"{self.package}.config").choose(problem))
 
     def make(self, table: GpuBackend, problem: Problem, like: Any, *given: Any) -> Plan:
         """The plan of a call; see ``Backend.plan``."""
@@ -194,8 +190,6 @@ class GpuBackend:
         if direction == "backward":
             given = {"dout": tensors.q.new_empty((*tensors.q.shape[:-1], problem.head_dim_v)), "dlse": None}
         plan: Any = self.kernel(direction, problem).make(self, problem, tensors, *given.values())
-        if isinstance(plan, functools.partial):  # no rows or no keys
-            return {}
         made: dict[str, Launch] = plan.launches(tensors, False, **given)
         return made
 

@@ -51,18 +51,6 @@ def _against_decode(problem: Problem, sizes: tuple[int, ...], unit: int) -> dict
     }
 
 
-# -- forward and backward --------------------------------------------------------------------------------------------
-
-
-class _ByBits(Kernel):
-    # Tiles of lists with bits are those without the mask's function, which such kernels do not call.
-    def choose(self, problem: Problem) -> Any:
-        return super().choose(module("hopper.forward.config").by_bits(problem))
-
-
-# -- cached calls ----------------------------------------------------------------------------------------------------
-
-
 def _is_latent(problem: Problem) -> bool:
     # Tiles on trial for the Triton kernel are for it alone.
     return problem.qv and tried("decode") is None
@@ -99,11 +87,8 @@ def _against_forward(problem: Problem) -> list[str]:
 
 
 class _Prompts(CachedKernel):
-    def choose(self, problem: Problem) -> Any:
-        return super().choose(bounded(problem))
-
     def describe(self, table: GpuBackend, problem: Problem) -> str:
-        rows = f"{problem.seqlen_q * problem.group_size} rows a key head: {super().describe(table, problem)}"
+        rows = f"{problem.seqlen_q * problem.group_size} rows a key head: {super().describe(table, bounded(problem))}"
         few = f"; up to {FEW_ROWS} rows over more than {LONG_KEYS} keys in Triton, splits merged"
         return rows + few * leaves_few(problem)
 
@@ -155,17 +140,15 @@ def _reads_prompts(problem: Problem, tensors: Any) -> bool:
     return t.cache_leftpad is None and is_near and all(x.numel() and maps.is_readable(x) for x in read)
 
 
-# -- the table -------------------------------------------------------------------------------------------------------
-
 _TILES, _MERGED = "TMA and WGMMA, warp-specialised and persistent, {}", "splits merged in the same launch"
 _LATENT = "TMA and WGMMA, warp-specialised, rows of keys and values read once, {}"
 _WIDE = f"TMA and WGMMA, warp-specialised, {{}}; {_MERGED}"
 KERNELS = (
     SPLIT_FORWARD,
-    _ByBits("big_heads", "forward", "hopper.big_heads", _TILES, _is_big),
-    _ByBits("forward", "forward", "hopper.forward", _TILES),
-    _ByBits("big_backward", "backward", "hopper.big_backward", _TILES, _is_big),
-    _ByBits("backward", "backward", "hopper.backward", _TILES),
+    Kernel("big_heads", "forward", "hopper.big_heads", _TILES, _is_big),
+    Kernel("forward", "forward", "hopper.forward", _TILES),
+    Kernel("big_backward", "backward", "hopper.big_backward", _TILES, _is_big),
+    Kernel("backward", "backward", "hopper.backward", _TILES),
     CachedKernel(
         "latent rows", "decode", "hopper.latent", _LATENT, _is_latent, _against_latent, _reads_entries
     ),

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import LOG2_E, Band, Call, Dropout, Heads, Mod, Rows, Sequences
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.masks import Masks
-from flashtile.backends.gpu.records import dropout_of, functions_of, named
+from flashtile.backends.gpu.records import dropout_of, functions_of, named, score_strides
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Cache, Keys, Mods, Output, PairTensor, Schedule, Slopes
 from flashtile.call.problem import Problem, Tensors
@@ -110,7 +110,7 @@ def _known(operands: Any) -> Mod | None:
 
 
 def _pair_tensor(name: str, tensor: Tensor, box: TensorMap | None) -> PairTensor:
-    *others, column = tensor_maps.score_strides(tensor)
+    *others, column = score_strides(tensor)
     steps = (*others, Const(1) if column == 1 else column)
     if box is None:
         return PairTensor(pointer(tensor, name), None, steps)

@@ -117,11 +117,3 @@ def score_bytes(tensors: Tensors) -> tuple[int, int]:
     maps = [score_map(tensor, 64, 64) for tensor in (tensors.attn_bias, tensors.attn_mask)]
     sizes = [(each.box[2] > 1, each.dtype.itemsize) for each in maps if each is not None]
     return sum(size for own, size in sizes if own), sum(size for own, size in sizes if not own)
-
-
-def score_strides(tensor: Tensor | None) -> tuple[int, ...]:
-    """Strides over (batch, head, row, key), 0 where the tensor broadcasts."""
-    if tensor is None:
-        return (0, 0, 0, 0)
-    own = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (0,) * (4 - tensor.dim()) + tuple(own)

@@ -21,6 +21,7 @@ from flashtile.backends.gpu.records import (
     named,
     num_packed_tiles,
     rows_of,
+    score_strides,
     softcap_of,
 )
 from flashtile.backends.portable import config as tables
@@ -150,16 +151,8 @@ def band_of(problem: Problem, span: int) -> Band:
 
 
 def _score_tensor(name: str, tensor: Tensor, unit: int) -> ScoreTensor:
-    """Strides over (batch, head, row, key) are 0 where the tensor broadcasts."""
-    batch, head, row, column = _score_strides(tensor)
+    batch, head, row, column = score_strides(tensor)
     return ScoreTensor(pointer(tensor, name), batch, head, row, Const(1) if column == 1 else column, unit)
-
-
-def _score_strides(tensor: Tensor) -> list[int]:
-    strides = [0, 0, 0, 0]
-    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True), 4 - tensor.dim()):
-        strides[axis] = 0 if size == 1 else stride
-    return strides
 
 
 def _unit(dims: tuple[int, int], tensors: Sequence[Tensor]) -> int:
@@ -174,7 +167,7 @@ def _score_unit(problem: Problem, tensors: Tensors) -> int:
     given = [x for x in (tensors.attn_mask, tensors.attn_bias) if x is not None]
     if problem.varlen or not given:
         return 1
-    return math.gcd(16, problem.seqlen_k, *(stride for x in given for stride in _score_strides(x)[:3]))
+    return math.gcd(16, problem.seqlen_k, *(stride for x in given for stride in score_strides(x)[:3]))
 
 
 def tiles_of(config: PortableTiles, together: int = 1) -> Tiles:

@@ -20,7 +20,7 @@ from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.masks import Side, bounds_launch, most_bounds
 from flashtile.backends.gpu.plan import Memory, empty
 from flashtile.backends.portable.backward import launch as backward
-from flashtile.backends.portable.backward.config import Kernel, key_kernels
+from flashtile.backends.portable.backward.config import wanted_kernels
 from flashtile.backends.portable.backward.workspace import Repair, num_rows, row_pitch, row_terms
 from flashtile.backends.portable.config import for_repair
 from flashtile.backends.portable.device.records import RowTerms
@@ -55,20 +55,16 @@ def backward_launches(problem: Problem, tensors: Tensors, dout: Tensor, flag_row
     if not problem.large_scores:
         return {}
     made, wanted, repair = dict[str, Launch](), problem.grads, Repair(flag_rows, BOUNDS)
-    kernels: tuple[Kernel, ...] = (*key_kernels(problem), "dq")
-    for name in kernels:
-        with_dk, with_dv = wanted.k and name != "dv", wanted.v and name != "dk"
-        if not (wanted.q if name == "dq" else with_dk or with_dv):
-            continue
+    of_keys = wanted_kernels(problem)
+    for name in (*of_keys, "dq") if wanted.q else of_keys:
         if problem.intervals:
             side = backward.side_of(problem, tensors, name)._replace(operand=BOUNDS)
             made[f"repair_bounds_{name}"] = bounds_launch(problem, tensors, side)
-        if name == "dq":
-            made["repair_dq"] = backward.dq_launch(problem, tensors, dout, True, repair)
-        else:
-            made[f"repair_{name}"] = backward.dkdv_launch(
-                problem, tensors, dout, name, (with_dk, with_dv, True), repair
-            )
+        made[f"repair_{name}"] = (
+            backward.dq_launch(problem, tensors, dout, True, repair)
+            if name == "dq"
+            else backward.dkdv_launch(problem, tensors, dout, name, (*of_keys[name], True), repair)
+        )
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -66,15 +66,10 @@ def plan(problem: Problem, tensors: CacheTensors, attend: Attend) -> DecodePlan:
             memory["acc"] = empty(q.device, (floats,))
         if counters:
             memory["counters"] = functools.partial(zeros, q.device, counters)
-        return memory, launches(problem, t, made)
+        appends = [] if t.k is None else [append_launch(problem, t)]
+        return memory, {launch.kernel.__name__: launch for launch in (*appends, *(each.launch for each in made))}
 
     return DecodePlan(tensors.q.device, prepare)
-
-
-def launches(problem: Problem, tensors: CacheTensors, attend: Sequence[Attention]) -> dict[str, Launch]:
-    """The kernels of a cached call by name, in the order in which a plan starts them."""
-    appends = [] if tensors.k is None else [append_launch(problem, tensors)]
-    return {launch.kernel.__name__: launch for launch in (*appends, *(each.launch for each in attend))}
 
 
 def attend(problem: Problem, tensors: CacheTensors, *, few: bool = False) -> list[Attention]:

@@ -8,6 +8,7 @@ from flashtile.backends.hopper.forward.config import (
     PRODUCER_REGISTERS,
     SHARED_BYTES,
     WARPGROUP_REGISTERS,
+    by_bits,
     is_dear,
     narrowest,
 )
@@ -144,6 +145,7 @@ def in_chain(config: BackwardTiles) -> BackwardTiles:
 
 def choose(problem: Problem) -> BackwardTiles:
     """The configuration of a problem, from head_dims, transform, mask and length: never from the batch."""
+    problem = by_bits(problem)
     width = width_of_tiles(max(problem.head_dim, problem.head_dim_v))
     reads_score_tensors = problem.mask or problem.bias_dtype is not None
     two_sided = problem.alibi and (problem.band.right is None or problem.band.right > 0)

@@ -15,6 +15,7 @@ from flashtile.backends.gpu.masks import Masks, Side, bounds_launch, masks_of, m
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import (
     BackwardPlan,
+    EmptyPlan,
     Made,
     Memory,
     Plan,
@@ -47,7 +48,7 @@ prepare_rows = _rows_code.prepare_rows
 # Keys for which there are bounds of intervals.
 _OF_KEYS = Side(BOUNDS_BLOCK, over_keys=True)
 # Half of Hopper's 50 MB of L2; other chips may use it too: the order of tiles changes no sum within a tile.
-_CACHE_BYTES = 25 * 1024 * 1024
+CACHE_BYTES = 25 * 1024 * 1024
 # Rows of a gradient that one program of ``finish_gradient`` finishes.
 _ROWS = 64
 
@@ -65,7 +66,7 @@ def plan(
         config: Tiles to use instead of the chosen ones, for tuning.
     """
     if keeps_nothing(problem, tensors):
-        return functools.partial(without_pairs, problem)
+        return EmptyPlan(without_pairs, problem)
     p = by_bits(problem)
     config = config or configs.choose(p)
     work = Workspace.of(p, config, tensors)
@@ -430,8 +431,8 @@ def _heads_at_once(problem: Problem, config: BackwardTiles, heads: int, rows_q: 
         return min(heads, many, -(-num_sms // 4)) if p.deterministic else 1
     a_head = rows_q * -(-p.group_size // gqa_splits) * config.block_d * (2 * 2 + 4)
     filled = 2 * num_sms // 3 if p.deterministic else 19 * num_sms // 20
-    twice = 0 if p.deterministic else min(-(-2 * filled // max(1, blocks)), 3 * _CACHE_BYTES // a_head)
-    least = max(1, _CACHE_BYTES // a_head, -(-filled // max(1, blocks)), twice)
+    twice = 0 if p.deterministic else min(-(-2 * filled // max(1, blocks)), 3 * CACHE_BYTES // a_head)
+    least = max(1, CACHE_BYTES // a_head, -(-filled // max(1, blocks)), twice)
     if least >= heads:
         return heads
     return next((n for n in range(least, 2 * least) if n >= heads or heads % n == 0), least)

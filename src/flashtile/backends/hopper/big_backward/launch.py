@@ -11,7 +11,7 @@ from flashtile.backends.gpu.device.records import Call, Heads
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.masks import Side, bounds_launch, bounds_of, masks_of, most_bounds
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.plan import BackwardPlan, Made
+from flashtile.backends.gpu.plan import BackwardPlan, EmptyPlan, Made
 from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import launch as backward
@@ -31,8 +31,6 @@ big_backward = device_code("flashtile.backends.hopper.big_backward.kernel").big_
 _OF_KEYS = Side(BLOCK, over_keys=True)
 # Columns of a box: all that a swizzle of 128 bytes holds.
 _BOX = 64
-# Half of Hopper's L2, as in ``backward.launch``.
-_CACHE_BYTES = 25 * 1024 * 1024
 # Hopper has so many multiprocessors, for each so many tiles: of fewer than these, few are so long that others wait for
 # them at the end; splits are to make so many.
 _MULTIPROCESSORS, _TILES_EACH, _SPLITS_EACH = 132, 2, 4
@@ -43,7 +41,7 @@ def plan(
 ) -> base.Plan:
     """Gradients of calls of one kind; see ``backward.launch.plan``. The plan takes no part in a ``Chain``."""
     if backward.keeps_nothing(problem, tensors):
-        return functools.partial(backward.without_pairs, problem)
+        return EmptyPlan(backward.without_pairs, problem)
     p = by_bits(problem)
     config, work = config or configs.choose(p), workspace(p, tensors)
 
@@ -180,4 +178,4 @@ def _heads_at_once(problem: Problem, t: Tensors, of: str) -> int:
     blocks = -(-(min(own.shape[-3], p.seqlen_q if of == "q" else p.seqlen_k)) // BLOCK)
     a_head = 2 * other.shape[-3] * group * (p.head_dim + p.head_dim_v)
     filled = -(-_TILES_EACH * tensor_maps.num_sms(t.q.device) // max(1, blocks))
-    return max(1, _CACHE_BYTES // max(1, a_head), min(filled, 3 * _CACHE_BYTES // max(1, a_head)))
+    return max(1, backward.CACHE_BYTES // max(1, a_head), min(filled, 3 * backward.CACHE_BYTES // max(1, a_head)))

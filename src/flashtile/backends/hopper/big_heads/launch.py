@@ -7,7 +7,6 @@ import torch
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.masks import bounds_launch, masks_of
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.records import table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.big_heads import config as configs
 from flashtile.backends.hopper.big_heads.config import BigHeadsTiles
@@ -26,21 +25,11 @@ _BOX = 64
 
 def plan(problem: Problem, tensors: Tensors, config: BigHeadsTiles | None = None) -> Plan:
     """The forward of calls of one kind; see ``forward.launch.plan``."""
-    return plan_of(problem, tensors, config, configs.choose, launches)
-
-
-def launches(
-    problem: Problem, tensors: Tensors, config: BigHeadsTiles, *, is_joined: bool = False
-) -> dict[str, Launch]:
-    """The launches by kernel name, in order; arguments as of ``forward.launch.forward_launch``."""
-    made = table_launches(problem, tensors)
-    if problem.intervals:
-        made["interval_bounds"] = bounds_launch(problem, tensors, OF_ROWS)
-    return {**made, "big_heads_forward": big_heads_launch(problem, tensors, config, is_joined=is_joined)}
+    return plan_of(problem, tensors, config, configs.choose, big_heads_launch)
 
 
 def big_heads_launch(problem: Problem, tensors: Tensors, config: BigHeadsTiles, *, is_joined: bool = False) -> Launch:
-    """The launch of the forward: what a plan repeats and what a build compiles."""
+    """The launch of the forward; arguments as of ``forward.launch.forward_launch``."""
     p, t, c = problem, tensors, config
     q_map = tensor_maps.rows_map("q", t.q, c.strip, _BOX, p.varlen)
     k_map = tensor_maps.rows_map("k", t.k, c.block_n, _BOX, p.varlen)

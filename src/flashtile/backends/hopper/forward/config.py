@@ -283,6 +283,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         score_bytes: What TMA can read of biases and masks, as in ``ForwardTiles``; by default all, rows of their own.
         rows: Rows of the queries' tensor; by default all packed sequences are taken for long ones.
     """
+    problem = by_bits(problem)
     rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = _two_warpgroups_of(problem, dims)

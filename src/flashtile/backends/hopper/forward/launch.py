@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from flashtile.backends.gpu.host import kept
 from flashtile.backends.gpu.launch import Launch, TensorMap
 from flashtile.backends.gpu.masks import Side, bounds_launch, masks_of
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.plan import ForwardPlan, Memory, forward_memory
+from flashtile.backends.gpu.plan import EmptyPlan, ForwardPlan, Memory, forward_memory
 from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Cache
@@ -39,20 +40,23 @@ def plan(problem: Problem, tensors: Tensors, config: ForwardTiles | None = None)
         tensors: Tensors of its layouts.
         config: Tiles to use instead of the chosen ones, for tuning.
     """
-    return plan_of(problem, tensors, config, configs.choose, launches)
+    return plan_of(problem, tensors, config, configs.choose, forward_launch)
 
 
-def plan_of(problem: Problem, tensors: Tensors, config: Any, choose: Any, launches: Any) -> Plan:
-    """``plan`` of a kernel with tiles and launches of its own."""
+def plan_of(problem: Problem, tensors: Tensors, config: Any, choose: Any, launch: Callable[..., Launch]) -> Plan:
+    """``plan`` of a kernel with tiles and a launch of its own; its arguments as of ``forward_launch``."""
     # TMA has no map of an empty tensor.
     if tensors.q.numel() == 0 or tensors.k.numel() == 0:
-        return functools.partial(without_keys, problem)
-    config = config or choose(configs.by_bits(problem), tensor_maps.score_bytes(tensors), tensors.q.shape[-3])
+        return EmptyPlan(without_keys, problem)
+    config = config or choose(problem, tensor_maps.score_bytes(tensors), tensors.q.shape[-3])
 
     def prepare(t: Tensors, _: Any, is_joined: bool) -> tuple[Memory, dict[str, Launch]]:
         p, tiles = configs.by_bits(problem), replace(config, strip=config.block_m) if is_joined else config
         memory = forward_memory(p, t) | counter_memory(config, t.q.device) | repair.forward_memory(problem, t)
-        made = launches(p, t, tiles, is_joined=is_joined)
+        made, main = table_launches(p, t), launch(p, t, tiles, is_joined=is_joined)
+        if p.intervals:
+            made["interval_bounds"] = bounds_launch(p, t, OF_ROWS)
+        made[main.kernel.__name__] = main
         return memory, made | repair.forward_launches(problem, t, is_joined=is_joined)
 
     return ForwardPlan(tensors.q.device, prepare)
@@ -65,14 +69,6 @@ def counter_memory(config: Any, device: torch.device) -> Memory:
 
 # Rows for which there are bounds of intervals.
 OF_ROWS = Side(BOUNDS_BLOCK)
-
-
-def launches(problem: Problem, tensors: Tensors, config: ForwardTiles, *, is_joined: bool = False) -> dict[str, Launch]:
-    """The launches by kernel name, in order; arguments as of ``forward_launch``."""
-    made = table_launches(problem, tensors)
-    if problem.intervals:
-        made["interval_bounds"] = bounds_launch(problem, tensors, OF_ROWS)
-    return {**made, "attention_forward": forward_launch(problem, tensors, config, is_joined=is_joined)}
 
 
 def forward_launch(

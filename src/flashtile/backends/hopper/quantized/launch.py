@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from flashtile.backends.gpu.device.records import LOG2_E, Scale
 from flashtile.backends.gpu.launch import DEFAULT, Launch, TensorMap, pointer
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.plan import ForwardPlan, Memory, forward_memory
+from flashtile.backends.gpu.plan import EmptyPlan, ForwardPlan, Memory, forward_memory
 from flashtile.backends.gpu.records import geometry
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import Scales
@@ -29,7 +28,7 @@ def plan(problem: Problem, tensors: QuantizedTensors) -> Plan:
     """The forward of quantized calls of one kind; see ``call.backend.QuantizedForward``."""
     # TMA has no map of an empty tensor.
     if 0 in (tensors.q.numel(), tensors.k.numel(), tensors.v.numel()):
-        return functools.partial(forward.without_keys, problem)
+        return EmptyPlan(forward.without_keys, problem)
     config = configs.choose(problem)
 
     def prepare(t: QuantizedTensors, *_: Any) -> tuple[Memory, dict[str, Launch]]:

@@ -39,6 +39,13 @@ def key_kernels(problem: Problem, arch: str | None = None) -> tuple[Kernel, ...]
     return ("dkdv",) if together else ("dk", "dv")
 
 
+def wanted_kernels(problem: Problem) -> dict[Kernel, tuple[bool, bool]]:
+    """The kernels of dk and dv that a call needs, and for each whether it computes dk, and whether dv."""
+    wanted = problem.grads
+    each = {name: (wanted.k and name != "dv", wanted.v and name != "dk") for name in key_kernels(problem)}
+    return {name: computes for name, computes in each.items() if any(computes)}
+
+
 def may_add_bias(problem: Problem) -> bool:
     """Whether the kernel of dq may compute dbias too, by atomic adds in an order that is not repeatable."""
     return problem.grads.bias and problem.grads.q and not problem.deterministic

@@ -21,8 +21,8 @@ from flashtile.backends.portable.backward.config import (
     Kernel,
     choose,
     heads_per_split,
-    key_kernels,
     may_add_bias,
+    wanted_kernels,
 )
 from flashtile.backends.portable.backward.workspace import (
     Repair,
@@ -121,12 +121,10 @@ def launches(
     """The launches by kernel name, in order, for plans and for builds; ``adds``: dq, dk and dv to what is there."""
     p, wanted = problem, problem.grads
     made = table_launches(p, tensors) | {"prepare_rows": _prepare_launch(p, tensors, dout, dlse)}
-    for name in key_kernels(p):
-        with_dk, with_dv = wanted.k and name != "dv", wanted.v and name != "dk"
-        if with_dk or with_dv:
-            if p.intervals:
-                made[f"interval_bounds_{name}"] = bounds_launch(p, tensors, side_of(p, tensors, name))
-            made[f"attention_backward_{name}"] = dkdv_launch(p, tensors, dout, name, (with_dk, with_dv, adds))
+    for name, computes in wanted_kernels(p).items():
+        if p.intervals:
+            made[f"interval_bounds_{name}"] = bounds_launch(p, tensors, side_of(p, tensors, name))
+        made[f"attention_backward_{name}"] = dkdv_launch(p, tensors, dout, name, (*computes, adds))
     if gqa_splits(p) > 1:
         places = places_of(p, tensors)
         for name, x, place in (("dk", tensors.k, places[1]), ("dv", tensors.v, places[2])):
