@@ -28,7 +28,7 @@ from benchmarks import timing
 from benchmarks.session import numbers, words
 from benchmarks.steps import STEPS, StepCase
 from flashtile.backends.hopper import BACKEND
-from flashtile.backends.hopper.forward import config
+from flashtile.backends.hopper.forward.paged import config
 from flashtile.call.problem import Problem
 from flashtile.ops import plans
 
@@ -43,7 +43,7 @@ def way_of(name: str) -> Iterator[None]:
     """Within, calls are planned as one of WAYS, or ``decode``, says."""
     choose = config.choose
 
-    def chosen(*args: Any, **given: Any) -> config.ForwardTiles:
+    def chosen(*args: Any, **given: Any) -> config.PagedTiles:
         return dataclasses.replace(choose(*args, **given), **WAYS.get(name, {}))
 
     def takes(problem: Problem) -> bool:

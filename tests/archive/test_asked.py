@@ -45,7 +45,7 @@ def test_a_server_asks_for_nothing_that_is_not_listed() -> None:
     (layer,) = models()["llama3-8b"]
     found = _asked("a server's start")
     names = {each.kernel.__name__ for each in found.values()}
-    assert {"cache_append", "cache_attention", "attention_forward"} <= names
+    assert {"cache_append", "cache_attention", "paged_forward"} <= names
     assert missing(found, calls(layer, Uses(BRAIN, True, True, False, (16,))), "sm_90") == []
 
 

@@ -13,7 +13,7 @@ from flashtile.backends.gpu.decode.launch import append_launch, attention_launch
 from flashtile.backends.gpu.launch import Launch, lower, specialise
 from flashtile.backends.hopper.decode import config as wide_config
 from flashtile.backends.hopper.decode.launch import wide_launch
-from flashtile.backends.hopper.forward.cached import cached_launch
+from flashtile.backends.hopper.forward.paged.launch import cached_launch
 from flashtile.call.backend import Direction
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem, Tensors, described

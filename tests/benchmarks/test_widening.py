@@ -9,7 +9,7 @@ import flashtile
 from benchmarks import widening
 from benchmarks.steps import StepCase
 from flashtile.backends.hopper import BACKEND
-from flashtile.backends.hopper.forward import config
+from flashtile.backends.hopper.forward.paged import config
 from flashtile_lab.kernels.decode import described_call
 from tests.backends.hopper.emulated import on_cpu
 

@@ -10,7 +10,7 @@ import torch
 
 from flashtile.backends.gpu.decode.config import DecodeTiles, Splitting
 from flashtile.backends.gpu.trial import trial
-from flashtile.backends.hopper.forward import config as tiles
+from flashtile.backends.hopper.forward.paged import config as tiles
 from flashtile.backends.portable.rounding import launch
 from tests.kvcache.alone import judge_alone
 from tests.kvcache.cases import EIGHT_BIT_ROWS, CacheCase, build, judge
@@ -203,7 +203,7 @@ TAKEN_OUT = (
 def test_what_is_taken_out_is_missed(
     monkeypatch: pytest.MonkeyPatch, pattern: str, replacement: str, message: str
 ) -> None:
-    monkeypatch.setattr(Kernels, "build", edited("attention_forward", pattern, replacement, 1))
+    monkeypatch.setattr(Kernels, "build", edited("paged_forward", pattern, replacement, 1))
     with hopper.on_cpu(Options(strict_fences=True)), pytest.raises((PtxError, RuntimeError), match=message):
         build(ONES, torch.bfloat16).run("hopper")
 

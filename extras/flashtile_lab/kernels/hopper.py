@@ -96,7 +96,7 @@ def _interval_builds() -> list[KernelBuild]:
 def _decode_builds() -> list[KernelBuild]:
     """The decode of wide groups: 71 heads over one, small pages; over latent rows; prompts over 8-bit caches."""
     from flashtile.backends.hopper.decode import config, launch
-    from flashtile.backends.hopper.forward.cached import cached_launch
+    from flashtile.backends.hopper.forward.paged.launch import cached_launch
     from flashtile.backends.hopper.latent.launch import latent_launch
     from flashtile_lab.kernels.decode import described_call, latent_call
 
@@ -124,7 +124,7 @@ def _decode_builds() -> list[KernelBuild]:
 
 def _cached_builds() -> list[KernelBuild]:
     """Prompts over a cache on the forward: in pages that TMA has boxes for, and in others, whose rows threads copy."""
-    from flashtile.backends.hopper.forward.cached import cached_launch
+    from flashtile.backends.hopper.forward.paged.launch import cached_launch
     from flashtile_lab.kernels.decode import described_call
 
     usual: dict[str, Any] = {"seqlen_q": 512, "packed": True}
@@ -353,7 +353,7 @@ def _forward_limit(problem: Problem) -> int:
     that they cut, with those of rows 8 at head_dim 256. A producer that gathers spills 56, once a tile, and at 96,
     with boxes of 32 columns, 184; on Triton 3.9 80. Users' functions 72 and 112; lists of blocks 8 and 72.
     """
-    from flashtile.backends.hopper.forward.config import gathers
+    from flashtile.backends.hopper.forward.paged.config import gathers
 
     if problem.score_function is not None:
         return 128 if _is_new_triton() else 80

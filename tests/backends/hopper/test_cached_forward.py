@@ -18,9 +18,10 @@ from flashtile.backends.gpu.decode import launch as decode
 from flashtile.backends.gpu.decode.config import bounded
 from flashtile.backends.gpu.launch import lower
 from flashtile.backends.hopper import BACKEND
-from flashtile.backends.hopper.forward import cached
 from flashtile.backends.hopper.forward import config as tiles
 from flashtile.backends.hopper.forward import launch as forward
+from flashtile.backends.hopper.forward.paged import config as paged
+from flashtile.backends.hopper.forward.paged import launch as cached
 from flashtile.call.cached_arguments import FLOAT8, CacheTensors
 from flashtile.call.cached_problem import bands_of, pages_of
 from flashtile.call.problem import Problem, Tensors, described
@@ -218,7 +219,7 @@ def test_two_and_three_warpgroups_widen_to_the_same_bits(name: str) -> None:
     problem, tensors = call_of(CASES[name])
     found = []
     for plain in (tiles.two_warpgroups(64, 64), tiles.THREE_WARPGROUPS_64):
-        config = tiles.with_helpers(problem, plain)
+        config = paged.with_helpers(problem, plain)
         assert config.widens and config.helper_warps == {2: 4, 3: 2}[config.num_warpgroups]
         with on_cpu(seed=1, num_sms=1, forward=config), poisoned_memory():
             lse = run(problem, tensors, None)
@@ -252,9 +253,9 @@ COMPILED = {
 def test_compiled_code(name: str) -> None:
     call = build(COMPILED[name], torch.bfloat16)
     problem = call.problem.but(device_type="cuda", compute_capability=(9, 0))
-    chosen = tiles.choose(problem, rows=call.tensors.q.shape[-3])
+    chosen = paged.choose(problem, rows=call.tensors.q.shape[-3])
     if name == "three":
-        chosen = tiles.with_helpers(problem, tiles.THREE_WARPGROUPS_64)
+        chosen = paged.with_helpers(problem, tiles.THREE_WARPGROUPS_64)
     with hopper.on_cpu(Options(seed=len(name)), forward=chosen):
         judge(call, "hopper")
 
@@ -305,7 +306,7 @@ def test_short_prompts_take_two_warpgroups_and_long_ones_three(
 ) -> None:
     few, _ = call_of(case_of(((1, 1),), heads=64, kv_heads=8, packed=True, page_size=16))
     problem = few.but(batch=8000 // rows, varlen=True, seqlen_q=rows, seqlen_k=keys, page_size=16)
-    config = tiles.choose(problem, rows=8000)
+    config = paged.choose(problem, rows=8000)
     assert (config.num_warpgroups, config.strip) == (warpgroups, strip)
 
 
@@ -399,7 +400,7 @@ def test_one_build_serves_all_pages_that_are_copied() -> None:
 def test_warps_that_gather_leave_registers_for_all(dims: tuple[int, int]) -> None:
     problem, _ = call_of(CASES["pages_of_48"])
     plain = tiles.TWO_WARPGROUPS[dims]
-    config = tiles.with_helpers(problem, plain)
+    config = paged.with_helpers(problem, plain)
     assert config.gathers and config.helper_warps == (4 if dims == (128, 128) else 2)
     assert config.registers < plain.registers and config.shared_bytes == plain.shared_bytes
     with pytest.raises(ValueError, match="more registers than there are"):

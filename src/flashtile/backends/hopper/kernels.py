@@ -73,7 +73,7 @@ def _is_prompt(problem: Problem) -> bool:
 
 
 def _against_forward(problem: Problem) -> list[str]:
-    p, config = problem, module("hopper.forward.config")
+    p, config = problem, module("hopper.forward.paged.config")
     unit = 16 if config.widens(p) else 8
     return _present({
         "caches in 8 bits": config.widens(p) and p.kv_dtype != FLOAT8,
@@ -93,7 +93,7 @@ class _Prompts(CachedKernel):
         return rows + few * leaves_few(problem)
 
     def attend(self, problem: Problem, tensors: Any) -> list[Attention]:
-        decode, launch = module("gpu.decode.launch"), module("hopper.forward.cached").cached_launch
+        decode, launch = module("gpu.decode.launch"), module("hopper.forward.paged.launch").cached_launch
         has_few = leaves_few(problem)
         # The forward needs no workspace, and one counter, of tiles.
         made = [decode.Attention(launch(problem, tensors, (FEW_ROWS, LONG_KEYS) if has_few else None), 0, 1)]
@@ -132,7 +132,7 @@ def _reads_prompts(problem: Problem, tensors: Any) -> bool:
     """Whether queries, caches and the output are such that the forward can address them."""
     t, maps = tensors, module("hopper.tensor_maps")
     read = (t.k_cache, t.v_cache, t.out, *(() if t.rotary_cos is not None else (t.q,)))
-    if module("hopper.forward.config").gathers(problem):
+    if module("hopper.forward.paged.config").gathers(problem):
         # Where rows begin is counted in 32 bits, in units of 8 elements.
         is_near = all(x.shape[0] * x.stride(0) < 8 * 2**31 for x in (t.k_cache, t.v_cache))
     else:
@@ -153,7 +153,7 @@ KERNELS = (
         "latent rows", "decode", "hopper.latent", _LATENT, _is_latent, _against_latent, _reads_entries
     ),
     _Prompts(
-        "prompts", "decode", "hopper.forward", "the forward's kernel, TMA and WGMMA, {}", _is_prompt,
+        "prompts", "decode", "hopper.forward.paged", "the forward's kernel, TMA and WGMMA, {}", _is_prompt,
         _against_forward, _reads_prompts,
     ),
     CachedKernel("wide groups", "decode", "hopper.decode", _WIDE, _is_wide, _against_wide, _reads_entries),

@@ -12,7 +12,7 @@ from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.masks import Masks
 from flashtile.backends.gpu.records import dropout_of, functions_of, named, score_strides
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.device.records import Cache, Keys, Mods, Output, PairTensor, Schedule, Slopes
+from flashtile.backends.hopper.device.records import Keys, Mods, Output, PairTensor, Schedule, Slopes
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_call import QuantizedTensors
 
@@ -35,11 +35,9 @@ def rows_of(box: TensorMap, block_dim: int, dim: int | None = None) -> Rows:
     return Rows(None, box, None, None, None, dim, block_dim, None, len(box.box) == 5)
 
 
-def keys_of(problem: Problem, t: Tensors | QuantizedTensors, cache: Cache | None = None) -> Keys:
-    """The ``Keys`` of a call; cache: where they are, if they are in one."""
-    if cache is not None:
-        return Keys(None, problem.seqlen_k, cache, True, True)
-    return Keys(pointer(t.cu_seqlens_k, "cu_seqlens_k"), t.k.shape[-3], None, False, problem.varlen)
+def keys_of(problem: Problem, t: Tensors | QuantizedTensors) -> Keys:
+    """The ``Keys`` of a call without a cache."""
+    return Keys(pointer(t.cu_seqlens_k, "cu_seqlens_k"), t.k.shape[-3], None, problem.varlen, False)
 
 
 def output_of(problem: Problem, box: TensorMap | None, block_dim: int, is_joined: bool = False) -> Output:
@@ -124,5 +122,5 @@ def schedule_of(problem: Problem, config: Any, has_edges: bool) -> Schedule:
     return Schedule(
         Pointer(torch.int32, "counters") if c.dynamic else None, c.block_m, c.strip, c.pack_gqa, c.block_n,
         c.num_warpgroups, c.stages, c.q_stages, c.tile_stages, c.out_stages, c.score_stages, c.overlap, c.pingpong,
-        c.in_turn, c.registers, has_edges, cached_rows, c.widens, c.gathers, c.helper_warps, c.helper_registers,
+        c.in_turn, c.registers, has_edges, cached_rows, problem.cached and problem.varlen and not c.pingpong,
     )  # fmt: skip

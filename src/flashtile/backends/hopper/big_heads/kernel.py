@@ -16,7 +16,7 @@ from flashtile.backends.hopper.big_heads.roles import Rings, follower, producer,
 from flashtile.backends.hopper.device.mods import Transforms, alibi_terms, score_tensors
 from flashtile.backends.hopper.device.parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records, make_ring
-from flashtile.backends.hopper.forward.roles import scheduler
+from flashtile.backends.hopper.forward.roles import KeyTensors, scheduler
 from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE
 
 
@@ -63,5 +63,5 @@ def big_heads_forward(call, output, schedule, columns):
         (scorer, (rings, call, output, schedule, columns, mod)),
         (follower, (rings, call, output, schedule, columns)),
         (producer, (rings, call, schedule, columns)),
-        (scheduler, (tiles, call, schedule)),
+        (scheduler, (tiles, KeyTensors(False), call, schedule)),
     ], [4, 1, 1], [schedule.REGISTERS, 40, 40])  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashtile.backends.gpu.launch import Launch
-from flashtile.backends.gpu.masks import bounds_launch, masks_of
+from flashtile.backends.gpu.masks import masks_of
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.big_heads import config as configs

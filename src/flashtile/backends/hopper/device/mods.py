@@ -378,6 +378,30 @@ class Transforms:
 
 
 @gluon.jit
+def transforms_of(call, schedule):
+    """(the ``Transforms`` of a forward, its ``ScoreTiles``, which the producer loads)."""
+    BIAS: gl.constexpr = place_of(call.mods.SCORES, "bias")
+    MASK: gl.constexpr = place_of(call.mods.MASKS, "mask")
+    bias_tiles = score_tiles(call.mods.scores, BIAS, schedule.SCORE_STAGES, schedule.NUM_WARPGROUPS)
+    mask_tiles = score_tiles(call.mods.masks, MASK, schedule.SCORE_STAGES, schedule.NUM_WARPGROUPS)
+    by_tma = bias_tiles + mask_tiles
+    biases = bias_tiles + score_tensors(call.mods.scores, BIAS)
+    masks = mask_tiles + score_tensors(call.mods.masks, MASK)
+    alibi = alibi_terms(call.mods, call.queries.count)
+    # Softcap, and a scale that is not > 0, apply to the products alone: terms are then added after them.
+    HAS_SOFTCAP: gl.constexpr = place_of(call.mods.SCORES, "softcap") >= 0
+    softcap = None
+    if HAS_SOFTCAP:
+        softcap = call.mods.scores[place_of(call.mods.SCORES, "softcap")].operands
+    IS_LATE: gl.constexpr = call.mods.SCALE_FIRST
+    mod = Transforms(call.mods.scale_log2, softcap, call.mods.prescale, HAS_SOFTCAP,
+                     call.mods.prescale is not None and not HAS_SOFTCAP, biases + alibi if IS_LATE else (), masks,
+                     () if IS_LATE else biases, () if IS_LATE else alibi_by_mma(alibi, schedule.BLOCK_N),
+                     () if IS_LATE else bias_tiles, by_tma if IS_LATE else mask_tiles)  # fmt: skip
+    return mod, by_tma
+
+
+@gluon.jit
 def alibi_terms(mods, batch):
     """ALiBi from ``records.Mods`` as a term; none without slopes."""
     N: gl.constexpr = place_of(mods.SCORES, "alibi")

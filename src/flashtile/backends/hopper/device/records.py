@@ -146,15 +146,15 @@ class Keys(NamedTuple):
         cu_seqlens: As there.
         length: As there; for a cache its capacity.
         cache: ``Cache``, None if keys and values are tensors of their own.
-        CACHED: Whether they are in a cache (``gpu.device``: flags).
         OWN_LENGTHS: Whether sequences have different numbers of keys.
+        OWN_RIGHTS: Whether sequences have different right bounds of the band.
     """
 
     cu_seqlens: Any
     length: Any
     cache: Any
-    CACHED: Any
     OWN_LENGTHS: Any
+    OWN_RIGHTS: Any
 
 
 class Output(NamedTuple):
@@ -195,6 +195,7 @@ class Schedule(NamedTuple):
             BLOCK_M.
         HAS_EDGES: Whether a warpgroup may meet an edge of the band after its first block of keys.
         CACHED_ROWS: The number of keys and values that are assumed to fit the L2 cache.
+        PASSES_OVER: Whether a warpgroup without rows in a tile passes over the tile's keys, as in a decode.
     """
 
     counter: Any
@@ -214,10 +215,23 @@ class Schedule(NamedTuple):
     REGISTERS: Any
     HAS_EDGES: Any
     CACHED_ROWS: Any
+    PASSES_OVER: Any
+
+
+class Helpers(NamedTuple):
+    """What helps the producer of a forward over a cache: the fields of ``PagedTiles``.
+
+    Attributes:
+        WIDENS: As there.
+        GATHERS: As there.
+        WARPS: ``helper_warps``.
+        REGISTERS: ``helper_registers``.
+    """
+
     WIDENS: Any
     GATHERS: Any
-    HELPER_WARPS: Any
-    HELPER_REGISTERS: Any
+    WARPS: Any
+    REGISTERS: Any
 
 
 class Columns(NamedTuple):

@@ -46,11 +46,6 @@ class ForwardTiles:
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
         score_stages: Buffers for bias and mask tiles; 0 if each thread loads its elements from global memory.
         score_bytes: Bytes of an element of bias and mask together: of those with rows of their own, and with one row.
-        widens: Whether helpers widen the keys and values of an 8-bit cache: in place with two warpgroups; with three
-            a block of 8 bits lands in a buffer of its own.
-        gathers: Whether helpers are the producer, and copy keys and values row by row, which TMA loads otherwise.
-        helper_warps: Warps of the helpers, 2 or 4; 0 without.
-        helper_registers: What setmaxnreg gives the helpers' threads.
     """
 
     block_d: int
@@ -72,20 +67,13 @@ class ForwardTiles:
     max_registers: int = 168
     score_stages: int = 0
     score_bytes: tuple[int, int] = (0, 0)
-    widens: bool = False
-    gathers: bool = False
-    helper_warps: int = 0
-    helper_registers: int = 0
 
     def __post_init__(self) -> None:
         if self.overlap and self.q_stages < 2 and self.block_d != 96:
             raise ValueError(f"overlap needs two buffers for queries, or at head_dim 96 registers: {self}")
         if (self.num_warpgroups - 1) * self.block_m > self.block_n:
             raise ValueError(f"a warpgroup may leave out one key block of a tile, no more: {self}")
-        # Four helpers are a warpgroup of their own; two are in the producer's.
-        beside = PRODUCER_REGISTERS if self.helper_warps != 4 else PRODUCER_REGISTERS + self.helper_registers
-        few = max(beside, self.helper_registers)
-        if self.num_warpgroups * self.registers + few > WARPGROUP_REGISTERS:
+        if self.num_warpgroups * self.registers + self.other_registers > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
         if self.block_m % self.strip or (self.pack_gqa and self.out_cols > 64):
             raise ValueError(f"pack_gqa needs whole strips, whose boxes have 64 columns at most: {self}")
@@ -98,25 +86,24 @@ class ForwardTiles:
         return self.strip < self.block_m
 
     @property
+    def other_registers(self) -> int:
+        """Registers of a thread of each warpgroup that does not compute, added up."""
+        return PRODUCER_REGISTERS
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of the tiles and of what else needs any."""
         keys = self.stages * self.block_n * (self.block_d + self.block_dv)
         rows = self.num_warpgroups * self.block_m
         score_tensors = self.score_stages * buffer_bytes(self.block_n, rows, self.score_bytes)
-        return (
-            score_tensors
-            + self.block_n * (self.block_d + self.block_dv) * (self.widens and self.num_warpgroups == 3)
-            + 2 * (keys + rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols))
-            + OTHER_BYTES
-        )
+        rows_bytes = 2 * rows * (self.q_stages * self.block_d + self.out_stages * self.out_cols)
+        return score_tensors + 2 * keys + rows_bytes + OTHER_BYTES
 
     def __str__(self) -> str:
         rows = f"{self.num_warpgroups} x {self.block_m}" + (" of a group's heads" if self.pack_gqa else "")
         overlap = "" if self.overlap else ", one after the other"
         dims = f"{self.block_d}" if self.block_d == self.block_dv else f"{self.block_d} and {self.block_dv}"
-        widens = f", 8 bits widened by {self.helper_warps} warps" * self.widens
-        copied = f", keys copied by {self.helper_warps} warps" * self.gathers
-        return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}{widens}{copied}"
+        return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}"
 
 
 # Widths of tiles; their parts are powers of two (``device/parts.py``). Each takes less time than the next.
@@ -270,7 +257,9 @@ def with_pack_gqa(config: ForwardTiles, strip: int) -> ForwardTiles:
     return _variant(config, strip=strip, out_cols=cols, out_stages=config.out_stages * config.out_cols // cols)
 
 
-def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: int | None = None) -> ForwardTiles:
+def choose(
+    problem: Problem, score_bytes: tuple[int, int] | None = None, rows: int | None = None, most_warpgroups: int = 3
+) -> ForwardTiles:
     """The configuration of a problem, from its head_dims, the kind of mask and the lengths.
 
     A row's result depends on the widths, ``block_m`` and ``block_n`` alone, the same for all calls of two head_dims
@@ -282,6 +271,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         problem: A call.
         score_bytes: What TMA can read of biases and masks, as in ``ForwardTiles``; by default all, rows of their own.
         rows: Rows of the queries' tensor; by default all packed sequences are taken for long ones.
+        most_warpgroups: Warpgroups for which there are registers.
     """
     problem = by_bits(problem)
     rows = problem.seqlen_q * (problem.batch if problem.varlen else 1) if rows is None else rows
@@ -305,8 +295,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
         wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128 or is_listed
         wide = wide or problem.score_function is not None or problem.dropout_p > 0
-        # Four warps that gather leave three warpgroups fewer still.
-        if not (wide or gathers(problem)):
+        if not wide and most_warpgroups == 3:
             ways.append(three_warpgroups_64(config.score_bytes))
     strip, least = strip_and_cost(problem, config, rows)
     for other in ways:
@@ -344,7 +333,7 @@ def choose(problem: Problem, score_bytes: tuple[int, int] | None = None, rows: i
         # Room for ``mods.AlibiByMma``: 32 bytes a key, and some to align it.
         if config.shared_bytes + 40 * config.block_n > SHARED_BYTES:
             config = _variant(config, out_cols=min(config.out_cols, out_cols), out_stages=1)
-    return with_helpers(problem, config)
+    return config
 
 
 def _two_warpgroups_of(problem: Problem, dims: tuple[int, int]) -> ForwardTiles:
@@ -393,43 +382,6 @@ def _loads_by_key(function: Any) -> bool:
     graph = function.graph
     inputs = [{graph.nodes[x].op for x in graph.needed([n])} for n, each in enumerate(graph.nodes) if each.op == "load"]
     return any("j" in each and "i" not in each for each in inputs)
-
-
-# What helpers that widen change, by warpgroups. Beside two, four more warps leave consumers 216 registers a thread.
-# Beside three, two share the producer's warpgroup, with so few registers that a pass in place would not fit.
-_WIDENING: dict[int, dict[str, int]] = {
-    2: {"helper_warps": 4, "helper_registers": 48, "registers": 216, "max_registers": 128},
-    3: {"helper_warps": 2, "helper_registers": 32},
-}
-# What helpers that gather change, by their warps. Beside four, the compiler may give a thread 128 registers: fewer than
-# a product of 256 columns takes, and more parts would spill. Measured: docs/tuning-notes.md.
-_GATHERING: dict[int, dict[str, int]] = {
-    2: {"helper_warps": 2, "helper_registers": 40, "registers": 232},
-    4: {"helper_warps": 4, "helper_registers": 32, "registers": 224, "max_registers": 128},
-}
-# TMA has a box for a page of so many rows or more, if they are a power of two.
-_FEWEST_BOX_ROWS = 16
-
-
-def widens(problem: Problem) -> bool:
-    """Whether a call's keys and values are in a cache of 8 bits."""
-    return problem.cached and problem.kv_dtype.itemsize == 1
-
-
-def gathers(problem: Problem) -> bool:
-    """Whether keys and values are in pages that TMA has no boxes for."""
-    size = problem.page_size
-    return 0 < size < _FEWEST_BOX_ROWS or size & (size - 1) != 0
-
-
-def with_helpers(problem: Problem, config: ForwardTiles) -> ForwardTiles:
-    """The configuration with the helpers that a problem needs."""
-    if widens(problem):
-        return _variant(config, widens=True, **_WIDENING[config.num_warpgroups])
-    if gathers(problem):
-        warps = 4 if (config.block_d, config.block_dv) in ((64, 64), (128, 128)) else 2
-        return _variant(config, gathers=True, **_GATHERING[warps])
-    return config
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import EmptyPlan, ForwardPlan, Memory, forward_memory
 from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Cache
+from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Keys, Output
 from flashtile.backends.hopper.forward import config as configs
 from flashtile.backends.hopper.forward.config import ForwardTiles
 from flashtile.backends.hopper.records import call_of, keys_of, mods_of, output_of, rows_of, schedule_of
@@ -71,14 +71,7 @@ def counter_memory(config: Any, device: torch.device) -> Memory:
 OF_ROWS = Side(BOUNDS_BLOCK)
 
 
-def forward_launch(
-    problem: Problem,
-    tensors: Tensors,
-    config: ForwardTiles,
-    *,
-    is_joined: bool = False,
-    cached: tuple[Cache, Rows, Rows, TensorMap, str] | None = None,
-) -> Launch:
+def forward_launch(problem: Problem, tensors: Tensors, config: ForwardTiles, *, is_joined: bool = False) -> Launch:
     """The forward's launch: what a plan repeats and what a build compiles.
 
     Args:
@@ -86,15 +79,32 @@ def forward_launch(
         tensors: Its tensors.
         config: The tiles.
         is_joined: Whether to merge a result over other keys: partial_out and partial_lse, contiguous float32.
-        cached: Where the keys of a call over a cache lie, they and the values as rows, the map of the output, and the
-            operand of the queries.
     """
     p, t = problem, tensors
-    programs = num_programs(p, t, config)
-    equal_lengths = p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k)
-    # Only the device knows where in a block the keys of a cache end.
-    has_edges = meets_edges(p, config, equal_lengths) or (cached is not None and p.band.right is not None)
-    cache, k, v, out_map, q_name = cached or (None, *_rows_of_keys(p, t, config), _map_of_out(p, t.q, config), "q")
+    has_edges = meets_edges(p, config, p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k))
+    output = output_of(p, _map_of_out(p, t.q, config), config.block_dv, is_joined)
+    return launch_of(attention_forward, p, t, config, keys_of(p, t), _rows_of_keys(p, t, config), output, has_edges)
+
+
+def launch_of(
+    kernel: Any, problem: Problem, tensors: Tensors, config: ForwardTiles, keys: Keys, rows: tuple[Rows, Rows],
+    output: Output, has_edges: bool, q_name: str = "q", **more: Any,
+) -> Launch:  # fmt: skip
+    """A launch of a kernel over some ``Keys``.
+
+    Args:
+        kernel: The kernel.
+        problem: The call.
+        tensors: Its tensors.
+        config: The tiles.
+        keys: Where keys are.
+        rows: Keys and values as rows.
+        output: Where results go.
+        has_edges: As in ``Schedule``.
+        q_name: The operand of the queries.
+        more: Further arguments of the kernel.
+    """
+    p, t = problem, tensors
     q_cols = configs.narrowest(config.block_d)
     q_map = tensor_maps.rows_map(q_name, t.q, config.strip, min(q_cols, 64) if config.pack_gqa else q_cols, p.varlen)
     # At head_dim 80 a sixth of the products of queries and keys would be with zeros.
@@ -105,11 +115,12 @@ def forward_launch(
     )
     mods = mods_of(p, t, bias_map, mask_map, masks_of(p, t, OF_ROWS))
     arguments = {
-        "call": call_of(p, t, (q, k, v), keys_of(p, t, cache), mods),
-        "output": output_of(p, out_map, config.block_dv, is_joined),
+        "call": call_of(p, t, (q, *rows), keys, mods),
+        "output": output,
         "schedule": schedule_of(p, config, has_edges),
+        **more,
     }
-    return Launch(attention_forward, programs, arguments, {"num_warps": 4, "maxnreg": config.max_registers})
+    return Launch(kernel, num_programs(p, t, config), arguments, {"num_warps": 4, "maxnreg": config.max_registers})
 
 
 def num_programs(problem: Problem, tensors: Tensors, config: Any) -> int:

@@ -1,12 +1,16 @@
 """The roles of the Hopper forward: a scheduler and a producer of one warp each, and consumers of a warpgroup each."""
 
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
+# Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import softmax
+from flashtile.backends.gpu.device.mods import place_of
+from flashtile.backends.gpu.device.tiles import longest_first, sequence
 from flashtile.backends.hopper.device.dropout import draw
-from flashtile.backends.hopper.device.gluon_compat import as_box, tma_load, tma_store_wait
+from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store_wait
 from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
 from flashtile.backends.hopper.device.parts import (
     also,
@@ -18,11 +22,7 @@ from flashtile.backends.hopper.device.parts import (
     wait_for_products,
     zero_accumulators,
 )
-from flashtile.backends.hopper.forward.gather import gather_block
 from flashtile.backends.hopper.forward.scheduler import (
-    SCALE_ROWS,
-    cached_keys,
-    first_scale,
     key_rows,
     lse_at,
     next_tile,
@@ -42,21 +42,98 @@ from flashtile.backends.hopper.forward.softmax_step import (
     step,
 )
 
+# The number of rows of an 8-bit tensor that share a scale.
+SCALE_ROWS = gl.constexpr(128)
 # The number of a tile's blocks still to load when a producer asks for the next tile: time to find it.
 _AHEAD = gl.constexpr(2)
 # A column past the end of any tensor: TMA loads zeros.
 _NOWHERE = gl.constexpr(2**30)
 
 
+@aggregate
+class KeyTensors:
+    """Keys and values in tensors of their own, of equally long or packed sequences.
+
+    ``paged.keys.PagedKeys`` has the same methods for a cache. ``VALUES_ARE_COLUMNS``: in a quantised call.
+    """
+
+    VALUES_ARE_COLUMNS: gl.constexpr
+
+    @gluon.jit
+    def order(self, index, num_tiles, UNEVEN: gl.constexpr, call):
+        """The tile at a place in the order of tiles of packed sequences."""
+        return longest_first(index, num_tiles, UNEVEN)
+
+    @gluon.jit
+    def takes(self, is_tile, b, seqlen_q, call):
+        """``is_tile``, for a tile of a packed sequence; False if another launch computes the sequence."""
+        return is_tile
+
+    @gluon.jit
+    def start_and_length(self, b, call):
+        """(start_k, seqlen_k) of a sequence."""
+        start, length = sequence(call.keys.cu_seqlens, b, call.queries.count, call.keys.length, call.q.PACKED)
+        if call.q.PACKED:
+            # The rows past the last sequence have no keys.
+            length = gl.where(b < call.queries.count, length, 0)
+        return start, length
+
+    @gluon.jit
+    def right(self, b, call):
+        """The band's right bound for a sequence."""
+        return call.mods.band.right
+
+    @gluon.jit
+    def start_keys(self, rings, use, records, tiles, n_block, call, schedule):
+        """Starts the load of a block of a tile's keys."""
+        rows = key_rows(records, tiles, call)
+        load(call.k.desc, rings, use, ((rows, n_block * schedule.BLOCK_N),), call.k.BLOCK_DIM)
+
+    @gluon.jit
+    def start_values(self, rings, use, records, tiles, n_block, call, schedule):
+        """Starts the load of a block of a tile's values."""
+        if self.VALUES_ARE_COLUMNS:
+            load_columns(rings[0], use, records, tiles, n_block, call, schedule)
+        else:
+            rows = key_rows(records, tiles, call)
+            load(call.v.desc, rings, use, ((rows, n_block * schedule.BLOCK_N),), call.v.BLOCK_DIM)
+
+
 @gluon.jit
-def scheduler(records, call, schedule):
-    """Finds tiles ahead of the other roles: its divisions take longer than loading a short tile."""
+def load_columns(ring, use, records, tiles, n_block, call, schedule):
+    """Starts the load of a block of a quantised call's values, which are columns; zeros where there is no key."""
+    tile = ring.at(use)
+    full = ring.acquire(use, tile.shape[0] * tile.shape[1])
+    b, seqlen_k = records.get(tiles, "sequence"), call.keys.length
+    column = n_block * schedule.BLOCK_N
+    exists = column < seqlen_k
+    if call.q.PACKED:
+        seqlen_k = records.get(tiles, "seqlen_k")
+        exists = column < seqlen_k
+        column += first_scale(records.get(tiles, "start_k"), b) * SCALE_ROWS
+        b = gl.to_tensor(0)
+    column = gl.where(exists, column, _NOWHERE)
+    tma_load(call.v.desc, (b, records.get(tiles, "head_kv"), 0, column), full, as_box(tile, call.v.desc))
+
+
+@gluon.jit
+def first_scale(start, b):
+    """The number of the first scale of a packed sequence that begins at row ``start``."""
+    return start // SCALE_ROWS + b
+
+
+@gluon.jit
+def scheduler(records, source, call, schedule):
+    """Finds tiles ahead of the other roles: its divisions take longer than loading a short tile.
+
+    source: where keys and values are, as ``KeyTensors``.
+    """
     tiles = 0
     place = 0
     is_end = False
     while not is_end:
         records.claim_asked(tiles)
-        tile = next_tile(place, call, schedule)
+        tile = next_tile(place, source, call, schedule)
         place = tile.step
         is_end = tile.is_end
         publish_tile(records, tiles, tile, call, schedule)
@@ -64,7 +141,7 @@ def scheduler(records, call, schedule):
 
 
 @gluon.jit
-def producer(channels, score_tiles, call, schedule):
+def producer(channels, score_tiles, source, call, schedule):
     """Loads each tile's queries, and its key and value blocks from the last to the first.
 
     It loads in the order of use: a block's values follow the keys of the block scored after it. That is the next tile's
@@ -81,70 +158,46 @@ def producer(channels, score_tiles, call, schedule):
             rows = strips(records, tiles, call, schedule, warpgroup)
             load(call.q.desc, channels.queries[warpgroup], tiles, rows, call.q.BLOCK_DIM)
         n_block -= 1
-        load_block(call.k, channels.keys, used, records, tiles, n_block, call, schedule)
+        load_keys(channels, used, tiles, n_block, source, call, schedule)
         if schedule.OVERLAP:
-            load_last_values(channels, used - 1, tiles - 1, call, schedule)
+            load_last_values(channels, used - 1, tiles - 1, source, call, schedule)
         load_score_tiles(score_tiles, records, tiles, used, n_block, call, schedule)
         records.ask(tiles, n_block - n_block_min <= _AHEAD)
         while n_block > n_block_min:
             n_block -= 1
-            load_block(call.k, channels.keys, used + 1, records, tiles, n_block, call, schedule)
-            load_values(channels, used, tiles, n_block + 1, call, schedule)
+            load_keys(channels, used + 1, tiles, n_block, source, call, schedule)
+            load_values(channels, used, tiles, n_block + 1, source, call, schedule)
             load_score_tiles(score_tiles, records, tiles, used + 1, n_block, call, schedule)
             records.ask(tiles, n_block - n_block_min == _AHEAD)
             used += 1
         if not schedule.OVERLAP:
-            load_last_values(channels, used, tiles, call, schedule)
+            load_last_values(channels, used, tiles, source, call, schedule)
         used += 1
         tiles += 1
         records.ring.wait(tiles)
         n_block = records.get(tiles, "n_block_max")
     if schedule.OVERLAP:
-        load_last_values(channels, used - 1, tiles - 1, call, schedule)
+        load_last_values(channels, used - 1, tiles - 1, source, call, schedule)
 
 
 @gluon.jit
-def load_last_values(channels, use, tiles, call, schedule):
+def load_last_values(channels, use, tiles, source, call, schedule):
     """Loads a tile's last values and releases its record; does nothing for tile -1."""
     if tiles >= 0:
-        load_values(channels, use, tiles, channels.tiles.get(tiles, "n_block_min"), call, schedule)
+        load_values(channels, use, tiles, channels.tiles.get(tiles, "n_block_min"), source, call, schedule)
         channels.tiles.ring.release(tiles)
 
 
 @gluon.jit
-def load_values(channels, use, tiles, n_block, call, schedule):
-    """Starts the load of a block of values. A quantised call's values are columns, with zeros where there is no key."""
-    if call.keys.CACHED or channels.values[0].buffers.dtype.primitive_bitwidth > 8:
-        load_block(call.v, channels.values, use, channels.tiles, tiles, n_block, call, schedule)
-    else:
-        ring = channels.values[0]
-        tile = ring.at(use)
-        full = ring.acquire(use, tile.shape[0] * tile.shape[1])
-        b, seqlen_k = channels.tiles.get(tiles, "sequence"), call.keys.length
-        column = n_block * schedule.BLOCK_N
-        exists = column < seqlen_k
-        if call.q.PACKED:
-            seqlen_k = channels.tiles.get(tiles, "seqlen_k")
-            exists = column < seqlen_k
-            column += first_scale(channels.tiles.get(tiles, "start_k"), b) * SCALE_ROWS
-            b = gl.to_tensor(0)
-        column = gl.where(exists, column, _NOWHERE)
-        at = (b, channels.tiles.get(tiles, "head_kv"), 0, column)
-        tma_load(call.v.desc, at, full, as_box(tile, call.v.desc))
+def load_keys(channels, use, tiles, n_block, source, call, schedule):
+    """Starts the load of a block of keys."""
+    source.start_keys(channels.keys, use, channels.tiles, tiles, number_of(n_block, call, schedule), call, schedule)
 
 
 @gluon.jit
-def load_block(operand, rings, use, records, tiles, n_block, call, schedule):
-    """Starts the load of a block of a tile's keys or values, ``operand``."""
-    n_block = number_of(n_block, call, schedule)
-    if schedule.GATHERS:
-        gather_block(operand, rings, use, records, tiles, n_block, call, schedule)
-    elif not call.keys.CACHED:
-        rows = key_rows(records, tiles, call)
-        load(operand.desc, rings, use, ((rows, n_block * schedule.BLOCK_N),), operand.BLOCK_DIM)
-    else:
-        rows = cached_keys(records, tiles, n_block, call, schedule, operand.PACKED)
-        load(operand.desc, rings, use, rows, operand.BLOCK_DIM)
+def load_values(channels, use, tiles, n_block, source, call, schedule):
+    """Starts the load of a block of values."""
+    source.start_values(channels.values, use, channels.tiles, tiles, number_of(n_block, call, schedule), call, schedule)
 
 
 @gluon.jit
@@ -159,11 +212,26 @@ def load_score_tiles(score_tiles, records, tiles, use, n_block, call, schedule):
 
 @gluon.jit
 def make_outputs(output, schedule):
-    """The shared memory for an output's pieces; it has fewer buffers if the given number does not fit."""
-    WIDTH: gl.constexpr = output.desc.block_type.shape[4 if output.PACKED else 3]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([schedule.BLOCK_M, WIDTH], output.desc.dtype)
-    shape: gl.constexpr = [schedule.NUM_WARPGROUPS * schedule.OUT_STAGES, schedule.BLOCK_M, WIDTH]
-    return gl.allocate_shared_memory(output.desc.dtype, shape, layout)
+    """The shared memory for the pieces of an output that TMA stores; None for another one."""
+    if output.desc is None:
+        return None
+    else:
+        WIDTH: gl.constexpr = output.desc.block_type.shape[4 if output.PACKED else 3]
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([schedule.BLOCK_M, WIDTH], output.desc.dtype)
+        shape: gl.constexpr = [schedule.NUM_WARPGROUPS * schedule.OUT_STAGES, schedule.BLOCK_M, WIDTH]
+        return gl.allocate_shared_memory(output.desc.dtype, shape, layout)
+
+
+@gluon.jit
+def few_registers(call, schedule):
+    """Registers of a thread of producer and scheduler.
+
+    With 32 the first of two consumers has 8 fewer than the second, and the widest loop bodies of packed calls would
+    spill; with 24 the scheduler has no room for the tile counter.
+    """
+    HAS_START: gl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None
+    IS_WIDEST: gl.constexpr = call.q.PACKED and (HAS_START or place_of(call.mods.SCORES, "softcap") >= 0)
+    return 24 if IS_WIDEST and schedule.NUM_WARPGROUPS == 2 else 32
 
 
 @gluon.jit
@@ -191,7 +259,7 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
                 row_max = pingpong_arrive(pingpong_wait(row_max, WARPGROUP), (WARPGROUP + 1) % schedule.NUM_WARPGROUPS)
         state = State(probs, zero_accumulators(BLOCK_M, channels.values), factor, row_max, row_sum, q)
         n_block = loop.n_block
-        if call.keys.CACHED and call.q.PACKED and not schedule.PINGPONG:
+        if schedule.PASSES_OVER:
             used, n_block = pass_over(channels, tiles, used, n_block, loop, call, schedule, WARPGROUP)
         while n_block > loop.n_block_min:
             n_block -= 1

@@ -12,9 +12,6 @@ from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import HeadRows, also
 from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
 
-# The number of rows of an 8-bit tensor that share a scale.
-SCALE_ROWS = gl.constexpr(128)
-
 # The number of rows that share bounds of intervals.
 BOUNDS_BLOCK = gl.constexpr(records.BOUNDS_BLOCK)
 # Sentinel position for an empty block list. It maps to key _LAST_KEY, which is out of bounds, so TMA loads zeros.
@@ -32,7 +29,7 @@ def has_own_blocks(left, right, bounds, own_lengths):
 class Tile:
     """``NUM_WARPGROUPS * BLOCK_M`` rows of a sequence from ``row`` on, for ``head`` or its group's heads from it on.
 
-    ``step`` is the step after the tile's.
+    ``step`` is the step after the tile's. ``right`` is the band's right bound for the sequence.
     """
 
     step: gl.tensor
@@ -44,6 +41,7 @@ class Tile:
     seqlen_q: gl.tensor
     start_k: gl.tensor
     seqlen_k: gl.tensor
+    right: gl.tensor | gl.constexpr
 
 
 @gluon.jit
@@ -94,7 +92,7 @@ def _deal(step, num_places, counter_ptr):
 
 
 @gluon.jit
-def _place(step, call, schedule):
+def _place(step, source, call, schedule):
     """(block, b, head, is_tile, is_end) for a step of this program."""
     rows: gl.constexpr = schedule.NUM_WARPGROUPS * schedule.BLOCK_M
     # The number of heads (with PACK_GQA groups) with tiles of their own, and the number of heads in each.
@@ -110,14 +108,10 @@ def _place(step, call, schedule):
         place = gl.where(is_end, 0, place)
         index = place // own_heads
         head = place - index * own_heads
-        if call.keys.CACHED:
-            index = _by_turns(index, num_tiles, call)
-        index = tiles.longest_first(index, num_tiles, UNEVEN)
+        index = source.order(index, num_tiles, UNEVEN, call)
         b, block = tiles.packed_tile(call.queries.cu_seqlens, call.queries.count, index, rows, packed, SPARE)
         _, length = tiles.sequence(call.queries.cu_seqlens, b, call.queries.count, call.queries.length, True)
-        is_tile = block * rows < num_rows(length, call, schedule)
-        if call.keys.CACHED:
-            is_tile = is_tile & _is_own(b, length, call)
+        is_tile = source.takes(block * rows < num_rows(length, call, schedule), b, length, call)
         return block, b, head * packed, is_tile, is_end
     else:
         num_blocks = (num_rows(call.queries.length, call, schedule) + rows - 1) // rows
@@ -143,78 +137,26 @@ def _place(step, call, schedule):
 
 
 @gluon.jit
-def _by_turns(index, num_tiles, call):
-    """A place in a mixed batch's order, which takes tiles from both ends in turn, unless the tiles at the end are long.
-
-    Servers put decodes before prompts. A decode's tile waits for memory, a prompt's tile computes: side by side each
-    has more of the resource that it needs. But a tile over many more keys than others, started late, runs alone at the
-    end.
-    """
-    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    _, keys = entry_and_length(gl.where(lanes == 31, call.queries.count - 1, lanes * call.queries.count // 32), call)
-    is_long = gl.max(gl.where(lanes == 31, keys, 0), 0) > gl.sum(keys, 0) // 16
-    other = gl.where((index & 1) == 0, index >> 1, num_tiles - 1 - (index >> 1))
-    return gl.where((call.keys.cache.mixed == 0) | is_long, index, other)
-
-
-@gluon.jit
-def _is_own(b, length, call):
-    """Whether this launch computes a sequence of a cached call."""
-    cache = call.keys.cache
-    is_own = length * call.heads.group_size > cache.few_rows
-    if not is_own:
-        _, keys = entry_and_length(b, call)
-        is_own = keys <= cache.long_keys
-    return is_own
-
-
-@gluon.jit
-def next_tile(step, call, schedule):
-    """The first tile of this program at ``step`` or after it."""
+def next_tile(step, source, call, schedule):
+    """The first tile of this program at ``step`` or after it; ``source``: where keys are, as ``roles.KeyTensors``."""
     step = gl.to_tensor(step)
     block, b, head, is_tile, is_end = step, step, step, step < 0, step < 0
     while not (is_tile | is_end):
-        block, b, head, is_tile, is_end = _place(step, call, schedule)
+        block, b, head, is_tile, is_end = _place(step, source, call, schedule)
         step += 1
     batch = call.queries.count
     start_q, seqlen_q = tiles.sequence(call.queries.cu_seqlens, b, batch, call.queries.length, call.q.PACKED)
-    if not call.keys.CACHED:
-        start_k, seqlen_k = tiles.sequence(call.keys.cu_seqlens, b, batch, call.keys.length, call.q.PACKED)
-        if call.q.PACKED:
-            # The rows past the last sequence have no keys.
-            seqlen_k = gl.where(b < batch, seqlen_k, 0)
-    else:
-        start_k, seqlen_k = entry_and_length(b, call)
+    start_k, seqlen_k = source.start_and_length(b, call)
     row = block * (schedule.NUM_WARPGROUPS * schedule.BLOCK_M)
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
-    return Tile(step, is_end, b, head, row, start_q, seqlen_q, start_k, seqlen_k)
-
-
-@gluon.jit
-def entry_and_length(b, call):
-    """A sequence's entry of the cache, or its first page's place in a list, and its number of keys; 0 past the last."""
-    exists = b < call.queries.count
-    cached, num_new = gl.load(call.keys.cache.cached + b, mask=exists, other=-1), call.keys.cache.num_new
-    if call.keys.cache.cu_seqlens_new is not None:
-        num_new = gl.load(call.keys.cache.cu_seqlens_new + b + 1, mask=exists, other=0)
-        num_new -= gl.load(call.keys.cache.cu_seqlens_new + b, mask=exists, other=0)
-    entry = b
-    if call.keys.cache.entries is not None:
-        entry = gl.load(call.keys.cache.entries + b, mask=exists, other=0)
-    if call.keys.cache.indptr is not None:
-        entry = gl.load(call.keys.cache.indptr + b, mask=exists, other=0)
-    return entry, gl.where(cached < 0, 0, gl.minimum(cached + num_new, call.keys.length))
+    return Tile(step, is_end, b, head, row, start_q, seqlen_q, start_k, seqlen_k, source.right(b, call))
 
 
 @gluon.jit
 def _blocks_of(first, last, tile, call, schedule):
     """``tiles.key_blocks`` for rows at positions in a tile's sequence."""
-    right = call.mods.band.right
-    if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
-        if call.keys.cache.causal is not None:
-            right = right_of(tile.b, call)
     return tiles.key_blocks(
-        first, last, tile.seqlen_q, tile.seqlen_k, Band(call.mods.band.left, right, call.mods.band.chunk),
+        first, last, tile.seqlen_q, tile.seqlen_k, Band(call.mods.band.left, tile.right, call.mods.band.chunk),
         schedule.BLOCK_N,
     )  # fmt: skip
 
@@ -225,13 +167,6 @@ def within_bounds(found, tile, entry, call, schedule, COUNT: gl.constexpr):
     exists = (tile.b < call.queries.count) & (entry >= 0)
     inner = masks.bounds_of(call.mods.band.bounds, tile.b, tile.head, entry, exists, COUNT)
     return masks.narrowed(found[0], found[1], found[2], found[3], inner, schedule.BLOCK_N)
-
-
-@gluon.jit
-def right_of(b, call):
-    """The right bound of a sequence's rows, if sequences have different ones."""
-    is_causal = gl.load(call.keys.cache.causal + b, mask=b < call.queries.count, other=1) != 0
-    return gl.where(is_causal, 0, call.mods.band.right)
 
 
 @gluon.jit
@@ -304,10 +239,10 @@ def warpgroup_blocks(tile, warpgroup, n_block_min, n_block_max, call, schedule):
 
 
 # The record of a tile, from the scheduler to the other roles. n_block_max is 0 after the last tile. With lists,
-# n_block_min, n_block_max and n_partial_max are positions in them. start_k may be an entry of a cache. position is the
-# key position of the tile's first row, with PACK_GQA of the sequence's first query. right is the band's right bound, if
-# sequences of a cache have their own. With PACK_GQA, a warpgroup's own query and head are the position, and the head
-# within the group, of its first row.
+# n_block_min, n_block_max and n_partial_max are positions in them. start_k is where the sequence's keys begin, as the
+# source of the keys counts. position is the key position of the tile's first row, with PACK_GQA of the sequence's first
+# query. right is the band's right bound, if sequences have their own. With PACK_GQA, a warpgroup's own query and head
+# are the position, and the head within the group, of its first row.
 FIELDS = gl.constexpr(
     "n_block_min n_block_max row head head_kv sequence start_q seqlen_q start_k seqlen_k position right"
 )  # fmt: skip
@@ -336,9 +271,8 @@ def publish_tile(records, use, tile, call, schedule):
     if not schedule.PACK_GQA:
         position += tile.row
     record = gl.where(slot == slot_of(FIELDS, "position"), position, record)
-    if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
-        if call.keys.cache.causal is not None:
-            record = gl.where(slot == slot_of(FIELDS, "right"), right_of(tile.b, call), record)
+    if call.keys.OWN_RIGHTS:
+        record = gl.where(slot == slot_of(FIELDS, "right"), tile.right, record)
     warpgroup = (slot - FIRST_OWN) // OWN_SLOTS
     own = gl.where(slot < FIRST_OWN, -1, slot % OWN_SLOTS)
     if has_own_blocks(call.mods.band.left, call.mods.band.right, call.mods.band.bounds, call.keys.OWN_LENGTHS):
@@ -373,94 +307,6 @@ def key_rows(records, use, call):
     if call.q.PACKED:
         start, length = records.get(use, "start_k"), records.get(use, "seqlen_k")
     return HeadRows(records.get(use, "sequence"), records.get(use, "head_kv"), start, length, call.q.PACKED)
-
-
-@gluon.jit
-def cached_keys(records, use, n_block, call, schedule, FILLS: gl.constexpr):
-    """The place of a tile's block of keys or values in a cache: ((``HeadRows``, first row), ...), of equally many rows.
-
-    Pages smaller than a block are a box each; each lane of the warp loads the number of one page, up to the last page
-    with keys. FILLS: the map treats a page as a packed sequence, so TMA fills rows past the keys with zeros. Values
-    need this, because 0 times NaN is NaN. Otherwise the map has entries or pages, and rows past the keys have the
-    cache's
-    contents: their scores are masked.
-    """
-    PAGE: gl.constexpr = call.keys.cache.PAGE_SIZE
-    BLOCK_N: gl.constexpr = schedule.BLOCK_N
-    head, seqlen_k = records.get(use, "head_kv"), records.get(use, "seqlen_k")
-    if PAGE == 0:
-        entry = records.get(use, "start_k")
-        return ((_rows_of(entry, seqlen_k, head, call, FILLS), n_block * BLOCK_N),)
-    elif PAGE >= BLOCK_N:
-        table = _table(records, use, call)
-        # Block numbers are not negative, which the compiler does not know: masks and shifts are cheaper.
-        PER_PAGE: gl.constexpr = PAGE // BLOCK_N
-        place, row = n_block >> log2(PER_PAGE), (n_block & (PER_PAGE - 1)) * BLOCK_N
-        length = gl.minimum(gl.maximum(seqlen_k - place * PAGE, 0), PAGE)
-        page = gl.load(table + place, mask=length > 0, other=0)
-        return ((_rows_of(page, length, head, call, FILLS), row),)
-    else:
-        # The added zero hides that lanes are loop invariant: the compiler would keep multiples of them in registers.
-        lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) + (n_block >> 30)
-        lengths = gl.minimum(gl.maximum(seqlen_k - n_block * BLOCK_N - lanes * PAGE, 0), PAGE)
-        table = _table(records, use, call) + n_block * (BLOCK_N // PAGE)
-        pages = gl.load(table + lanes, mask=(lanes < BLOCK_N // PAGE) & (lengths > 0), other=0)
-        found = ()
-        for i in gl.static_range(BLOCK_N // PAGE):
-            page, length = _of_lane(pages, lanes, i), gl.to_tensor(0)
-            if FILLS:
-                length = _of_lane(lengths, lanes, i)
-            found = also(found, (_rows_of(page, length, head, call, FILLS), gl.to_tensor(0)))
-        return found
-
-
-@gluon.jit
-def pages_of_rows(records, use, rows, call):
-    """The pages of some of a tile's keys; 0 for rows past the keys."""
-    place = rows >> log2(call.keys.cache.PAGE_SIZE)
-    return gl.load(_table(records, use, call) + place, mask=rows < records.get(use, "seqlen_k"), other=0)
-
-
-@gluon.jit
-def place_in_pages(records, use, keys, call):
-    """(page, row in the page) for some of a tile's keys, with pages of any number of rows; page 0 past the last key."""
-    paging = call.keys.cache.paging
-    number = gl.umulhi(2 * keys, paging.multiplier) >> paging.shift
-    page = gl.load(_table(records, use, call) + number, mask=keys < records.get(use, "seqlen_k"), other=0)
-    return page, keys - number * paging.size
-
-
-@gluon.jit
-def first_scale(start, b):
-    """The number of the first scale of a packed sequence that begins at row ``start``."""
-    return start // SCALE_ROWS + b
-
-
-@gluon.jit
-def _table(records, use, call):
-    """The address of the list of pages of a tile's sequence."""
-    if call.keys.cache.indptr is not None:
-        return call.keys.cache.pages + records.get(use, "start_k")
-    else:
-        return call.keys.cache.pages + records.get(use, "sequence").to(gl.int64) * call.keys.cache.pages_step
-
-
-@gluon.jit
-def _rows_of(entry, length, head, call, FILLS: gl.constexpr):
-    """``HeadRows`` of an entry or a page; its first ``length`` rows have keys."""
-    return HeadRows(gl.to_tensor(entry), head, entry * call.keys.cache.v_pitch, length, FILLS)
-
-
-@gluon.jit
-def _of_lane(x, lanes, i: gl.constexpr):
-    """The number that lane i holds; all numbers are >= 0."""
-    return gl.max(gl.where(lanes == i, x, 0), 0)
-
-
-@gluon.constexpr_function
-def log2(power):
-    """The logarithm of a power of two."""
-    return power.bit_length() - 1
 
 
 @gluon.jit

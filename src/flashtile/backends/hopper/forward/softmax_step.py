@@ -122,9 +122,8 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
         seqlen_k = records.get(tiles, "seqlen_k")
     n_block = n_block_max - skipped - 1
     right = call.mods.band.right
-    if call.keys.CACHED:  # noqa: SIM102 a compile-time condition
-        if call.keys.cache.causal is not None:
-            right = records.get(tiles, "right")
+    if call.keys.OWN_RIGHTS:
+        right = records.get(tiles, "right")
     first_keys = from_thread_column(mods.first_key(positions, call.mods.band), like)
     last = mods.last_key(positions, seqlen_k, Band(None, right, call.mods.band.chunk))
     last_keys = from_thread_column(last, like)

@@ -18,7 +18,7 @@ from flashtile.backends.hopper.device.parts import (
     wait_for_products,
     zero_accumulator,
 )
-from flashtile.backends.hopper.forward.gather import copy_box, rows_by_lanes
+from flashtile.backends.hopper.forward.paged.gather import copy_box, rows_by_lanes
 from flashtile.backends.hopper.latent import shares
 from flashtile.backends.hopper.latent.folds import end_part
 

@@ -1,4 +1,4 @@
-"""The role that makes 16-bit values of latent rows' 8 bits, for the scorer and the summers: as ``forward.widening``."""
+"""The role that makes 16-bit values of latent rows' 8 bits, for the scorer and the summers: as ``paged.widening``."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from flashtile.backends.hopper.device.gluon_compat import seen_as, thread_barrier
 from flashtile.backends.hopper.device.inline_ptx import from_e4m3
 from flashtile.backends.hopper.device.parts import box_of, narrow
-from flashtile.backends.hopper.forward.widening import rows_layout
+from flashtile.backends.hopper.forward.paged.widening import rows_layout
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from flashtile.backends.gpu.device.mods import place_of
 from flashtile.backends.hopper.device.mods import Transforms
 from flashtile.backends.hopper.device.parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records, make_ring
-from flashtile.backends.hopper.forward.roles import make_outputs, producer, scheduler
+from flashtile.backends.hopper.forward.roles import KeyTensors, make_outputs, producer, scheduler
 from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE
 from flashtile.backends.hopper.forward.softmax_step import Channels
 from flashtile.backends.hopper.quantized.roles import consumer
@@ -53,14 +53,15 @@ def attention_quantized(call, scales, output, schedule, WIDTH: gl.constexpr, BEH
     SCALE_FIRST: gl.constexpr = call.mods.SCALE_FIRST and not HAS_SOFTCAP
     mod = Transforms(call.mods.scale_log2, softcap, call.mods.prescale, HAS_SOFTCAP, SCALE_FIRST,
                    (), (), (), (), (), ())  # fmt: skip
+    source = KeyTensors(True)
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     if NUM_WARPGROUPS == 2:
         gl.warp_specialize([
             (consumer, (Channels(tiles, q0, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 0)),
             (consumer, (Channels(tiles, q1, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 1)),
-            (producer, (Channels(tiles, (q0, q1), keys, values, None), (), call, schedule)),
-            (scheduler, (tiles, call, schedule)),
+            (producer, (Channels(tiles, (q0, q1), keys, values, None), (), source, call, schedule)),
+            (scheduler, (tiles, source, call, schedule)),
         ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
     else:
         q2 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
@@ -68,6 +69,6 @@ def attention_quantized(call, scales, output, schedule, WIDTH: gl.constexpr, BEH
             (consumer, (Channels(tiles, q0, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 0)),
             (consumer, (Channels(tiles, q1, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 1)),
             (consumer, (Channels(tiles, q2, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 2)),
-            (producer, (Channels(tiles, (q0, q1, q2), keys, values, None), (), call, schedule)),
-            (scheduler, (tiles, call, schedule)),
+            (producer, (Channels(tiles, (q0, q1, q2), keys, values, None), (), source, call, schedule)),
+            (scheduler, (tiles, source, call, schedule)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip

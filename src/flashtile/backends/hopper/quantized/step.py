@@ -10,7 +10,8 @@ from flashtile.backends.hopper.device.fragments import row_tops, thread_sums
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.inline_ptx import in_place, packed, pingpong_arrive, pingpong_wait, plus
 from flashtile.backends.hopper.device.parts import also, box_of
-from flashtile.backends.hopper.forward.scheduler import SCALE_ROWS, first_scale, query_rows
+from flashtile.backends.hopper.forward.roles import SCALE_ROWS, first_scale
+from flashtile.backends.hopper.forward.scheduler import query_rows
 from flashtile.backends.hopper.forward.softmax_step import block_pairs, is_edge, shape_scores
 
 # log2 of the factor of probabilities: a row's largest probability becomes 256, of e4m3's 448.

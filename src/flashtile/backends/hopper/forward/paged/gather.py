@@ -10,16 +10,15 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.device.gluon_compat import copy_async
 from flashtile.backends.hopper.device.parts import also, box_of, start_of, tiles_at, width_of
-from flashtile.backends.hopper.forward.scheduler import place_in_pages
+from flashtile.backends.hopper.forward.paged.pages import place_in_pages
 
 
 @gluon.jit
 def gather_block(operand, rings, use, records, tiles, n_block, call, schedule):
     """Starts the copies of a block of a tile's keys or values, ``operand``; rows past the last key become zeros.
 
-    A warp copies 16 rows in each pass: the addresses of more rows would take registers that the producer does not have.
-        The
-    numbers of pages are loaded before the wait for a buffer.
+    A warp copies 16 rows in each pass: the addresses of more rows would take registers that the producer does not
+    have. The numbers of pages are loaded before the wait for a buffer.
     """
     WARPS: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = min(16 * WARPS, schedule.BLOCK_N)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from flashtile.backends.hopper.device.gluon_compat import thread_barrier
 from flashtile.backends.hopper.device.inline_ptx import from_e4m3
 from flashtile.backends.hopper.device.parts import box_of, narrow
-from flashtile.backends.hopper.forward.scheduler import pages_of_rows
+from flashtile.backends.hopper.forward.paged.pages import pages_of_rows
 
 
 @gluon.jit
