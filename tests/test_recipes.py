@@ -14,8 +14,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-# A divisor of the scores. File -> (what stands there, what is put before it), in the order of the recipe.
-ARGUMENT: dict[str, list[tuple[str, str]]] = {
+# File -> (what stands there, what is put before it), in the order of the recipe.
+Recipe = dict[str, list[tuple[str, str]]]
+# A divisor of the scores.
+ARGUMENT: Recipe = {
     "call/arguments.py": [
         (
             "    # Not a keyword: what score_mod",
@@ -61,20 +63,144 @@ else:
 """
 
 
-def test_an_argument(tmp_path: Path) -> None:
+# The square of a score, times a number, is added between the softcap and ALiBi.
+MOD: Recipe = {
+    "call/arguments.py": [
+        ("    # Not a keyword: what score_mod", '    bend: Annotated[float, Argument("Bend.", check=finite)] = 0.0\n'),
+        ("\n\ndef table(", "    bend: Any = 0.0\n"),
+    ],
+    "api/keywords.py": [("\n\nclass PackedKeywords(", "    bend: float\n")],
+    "api/attention.py": [
+        ("    **_unknown: Any,\n", "    bend: float = 0.0,\n"),
+        (")\n    if not (precision is None", ", bend"),
+        (")\n    longest = ", ", bend"),
+        (" and return_lse is False\n", " and bend == 0.0"),
+        (" and not _is_compiling():", " and bend == 0.0"),
+    ],
+    "call/problem.py": [
+        ("    alibi: bool = False\n", "    bend: float = 0.0\n"),
+        ("alibi=t.alibi_slopes is not None, bias_dtype", "bend=o.bend, "),
+    ],
+    "call/backend.py": [('    Feature("alibi"', '    Feature("bend", "bend", lambda p: p.bend != 0),\n')],
+    "reference.py": [
+        ("    if t.alibi_slopes is not None:  # rule 3\n", "    scores = scores + p.bend * scores * scores\n"),
+    ],
+    "backends/cpu/paths.py": [("problem.softcap == 0 and", "problem.bend == 0 and ")],
+    "backends/cpu/tiles.py": [
+        (
+            "    if problem.large_scores and seq.slopes",
+            "    slope, final = 1 + 2 * problem.bend * final, final + problem.bend * final * final\n"
+            "    cap_slope = slope if cap_slope is None else cap_slope * slope\n",
+        ),
+    ],
+    "backends/cpu/jvp.py": [
+        (
+            "    if seq.slopes is not None:\n",
+            "    dscores = None if dscores is None else dscores * (1 + 2 * p.bend * scores)\n"
+            "    scores = scores + p.bend * scores * scores\n",
+        ),
+    ],
+    "backends/cpu/__init__.py": [('    "alibi", "chunk", "mask",', '    "bend",\n')],
+    "backends/gpu/device/mods.py": [
+        (
+            "@triton.jit\ndef quick_softcap(",
+            "@triton.jit\ndef bend(scores, factor, at):\n    return scores + factor * scores * scores\n\n\n"
+            "@triton.jit\ndef bend_linear(scores, factor, at):\n"
+            "    return bend(scores, factor, at), 1.0 + 2.0 * factor * scores\n\n\n",
+        ),
+        (
+            "    if count(mods.MASKS) == 1:\n",
+            "    if NUM == 5:\n        scores = (\n"
+            + "".join(f"            _of_head(mods.scores[{n}], at),\n" for n in range(5))
+            + "        )\n",
+        ),
+    ],
+    "backends/portable/records.py": [
+        (
+            "    transforms, names = named(score_mod=",
+            "    bend = Mod(mods.bend, mods.bend_linear, None, p.bend) if p.bend else None\n",
+        ),
+        (" alibi=alibi, bias=bias)", " bend=bend,"),
+    ],
+    "backends/portable/kernels.py": [('    "alibi", "chunk", "mask",', '    "bend",\n')],
+}
+BENT = """
+import torch
+from torch.autograd import forward_ad
+
+import flashtile
+
+assert flashtile.__file__.startswith({place!r}), flashtile.__file__
+generator = torch.Generator().manual_seed(0)
+made = [torch.randn(1, 40, 2, 16, generator=generator) for _ in range(4)]
+q, k, v = (x.requires_grad_() for x in made[:3])
+bias, slopes = torch.randn(40, 40, generator=generator).requires_grad_(), torch.tensor([0.5, 0.25])
+i = torch.arange(40)
+
+
+def twice(score, b, h, q_idx, kv_idx):
+    return 2 * score
+
+
+def by_definition(bend, score_mod=None, softcap=0.0, alibi_slopes=None, attn_bias=None):
+    q_, k_, v_ = (x.double().transpose(1, 2) for x in (q, k, v))
+    s = q_ @ k_.mT / 4
+    s = s if score_mod is None else 2 * s
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    s = s + bend * s * s
+    s = s if alibi_slopes is None else s - alibi_slopes[:, None, None] * (i[:, None] - i).abs()
+    s = s if attn_bias is None else s + attn_bias
+    return (s.masked_fill(i[:, None] < i, -torch.inf).softmax(-1) @ v_).transpose(1, 2)
+
+
+every = dict(score_mod=twice, softcap=3.0, alibi_slopes=slopes, attn_bias=bias)
+for backend in ("cpu", "portable"):
+    for bend in (0.3, -0.2):
+        for others in ({{}}, every):
+            inputs = (q, k, v, bias) if "attn_bias" in others else (q, k, v)
+            got = flashtile.attention(q, k, v, causal=True, bend=bend, backend=backend, **others)
+            want = by_definition(bend, **others)
+            torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
+            grads = (torch.autograd.grad(x.double().square().sum(), inputs) for x in (got, want))
+            for one, other in zip(*grads, strict=True):
+                torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-4)
+with forward_ad.dual_level():
+    dual = forward_ad.make_dual(q.detach(), made[3])
+    got = forward_ad.unpack_dual(flashtile.attention(dual, k.detach(), v.detach(), causal=True, bend=0.3)).tangent
+by_q = lambda x: flashtile.attention(x, k.detach(), v.detach(), causal=True, bend=0.3)
+near = (by_q(q.detach() + 1e-3 * made[3]) - by_q(q.detach() - 1e-3 * made[3])) / 2e-3
+torch.testing.assert_close(got, near, atol=2e-3, rtol=2e-3)
+said = flashtile.explain(q, k, v, bend=0.3)
+assert "hopper" in said and "bend" in said, said
+row = next(row for row in flashtile.support_table().splitlines() if row.startswith("| bend"))
+assert row == "| bend | no | yes | yes |", row
+"""
+
+
+def follow(recipe: Recipe, script: str, tmp_path: Path, **env: str) -> None:
+    """Runs a script with a copy of the library in which a recipe was followed."""
     place = tmp_path / "flashtile"
     shutil.copytree(ROOT / "src" / "flashtile", place, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, changes in ARGUMENT.items():
+    for name, changes in recipe.items():
         text = (place / name).read_text()
         for before, new in changes:
             assert before in text, f"{name} has no {before!r}"
             text = text.replace(before, new + before)
         (place / name).write_text(text)
-    script = tmp_path / "call.py"
-    script.write_text(CALL.format(place=str(tmp_path)))
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
+    (tmp_path / "call.py").write_text(script.format(place=str(tmp_path)))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), **env}
+    done = subprocess.run([sys.executable, "call.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_an_argument(tmp_path: Path) -> None:
+    follow(ARGUMENT, CALL, tmp_path)
+
+
+def test_a_mod(tmp_path: Path) -> None:
+    """A transform of scores on the CPU, and in Triton's interpreter beside all others."""
+    pytest.importorskip("triton")
+    follow(MOD, BENT, tmp_path, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("first", [True, False])
