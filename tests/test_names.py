@@ -8,40 +8,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[1] / "src" / "flashtile"
-_DEVICE = "the device's record for what the host's class describes"
 _BACKENDS = "the same concept in two backends that never meet"
-_KERNELS = "the same part of several kernels, each in its kernel's folder"
-_TWO = "two things"
 # Name -> how many classes have it, and why they still do. It only shrinks.
 SHARED = {
-    "Alibi": (2, _BACKENDS),
     "Backend": (3, "also the word of vLLM and of SGLang for the class that they load"),
-    "Band": (2, _DEVICE),
-    "Block": (2, _TWO),
-    "Bounds": (2, _TWO),
-    "Build": (2, _DEVICE),
-    "Cache": (2, _DEVICE),
-    "Call": (2, _DEVICE),
-    "Channels": (4, _KERNELS),
-    "Gradients": (2, _DEVICE),
     "HeadRows": (2, _BACKENDS),
     "Metadata": (2, "the word of vLLM and of SGLang for a step's record"),
     "Mods": (2, _BACKENDS),
     "Output": (2, _BACKENDS),
-    "Partial": (2, _TWO),
-    "Place": (3, _KERNELS),
-    "Results": (2, _KERNELS),
-    "Rings": (2, _KERNELS),
     "RotaryEmbedding": (2, "flash-attn's own name, in the module that stands for flash-attn's"),
-    "Rows": (2, _TWO),
-    "Scale": (2, _DEVICE),
-    "Scales": (3, _BACKENDS),
-    "Schedule": (3, _KERNELS),
+    "Scales": (2, _BACKENDS),
     "ScoreTensor": (2, _BACKENDS),
-    "Shape": (2, _TWO),
-    "Splitting": (2, _DEVICE),
-    "State": (3, _KERNELS),
-    "Tiles": (3, _KERNELS),
 }
 
 

@@ -54,19 +54,17 @@ FEATURES = (
         "FlexAttention's users: block masks",
         (
             "ops/lists.py",
-            "backends/*/lists.py",
-            "backends/gpu/device/lists.py",
-            "backends/portable/lists_kernel.py",
+            "backends/portable/lists*.py",
             "call/blocks.py",
             "api/blocks.py",
         ),
         700,
     ),
     Feature(
-        "interval masks and chunks",
+        "interval masks and chunks, and what lists share with them",
         "documents in a few bytes a row; Llama 4's chunks",
-        ("masks.py", "backends/*/intervals.py", "backends/gpu/device/intervals.py"),
-        700,
+        ("masks.py", "backends/*/masks.py", "backends/gpu/device/masks.py"),
+        450,
     ),
     Feature("one sequence over ranks", "context parallel training and serving", ("distributed/*.py",)),
     Feature(
@@ -85,12 +83,7 @@ FEATURES = (
     Feature(
         "prompts over a cache in Hopper's forward",
         "servers with long prompts, 8-bit caches, pages of any size",
-        (
-            "backends/hopper/forward/cached.py",
-            "backends/hopper/forward/gather.py",
-            "backends/hopper/forward/widening.py",
-        ),
-        220,
+        ("backends/hopper/forward/paged/*.py",),
     ),
     Feature(
         "latent rows (MLA)",
@@ -182,7 +175,6 @@ PUBLIC = (
 RAISED: dict[str, tuple[int, str]] = {
     "src/flashtile/api/cached.py:attention_with_kvcache": (145, "39 arguments, each with its line of documentation"),
     "src/flashtile/api/attention.py:attention": (105, "22 arguments, each with its line of documentation"),
-    "src/flashtile/backends/hopper/forward/kernel.py:attention_forward": (98, "warps are given to roles in four ways"),
     "src/flashtile/distributed/cache.py:attention_with_sharded_kvcache": (105, "18 arguments, likewise"),
 }
 

@@ -53,11 +53,11 @@ def asked(arch: str) -> Iterator[dict[bytes, launch.Launch]]:
     """Within, the launches of calls as in ``on_gpu``, of which none starts, by the keys of their kernels."""
     found: dict[bytes, launch.Launch] = {}
 
-    def note(wanted: launch.Launch, device: int, key: tuple[Any, ...] | None = None) -> build.Build:
+    def note(wanted: launch.Launch, device: int, key: tuple[Any, ...] | None = None) -> build.LoadedKernel:
         text = launch.text_of(key or launch.lower(wanted)[0])
         assert text is not None
         found.setdefault(key_of(arch, text), wanted)
-        return build.Build(None, (), "a test", 0, None, [])
+        return build.LoadedKernel(None, (), "a test", 0, None, [])
 
     nothing = lambda *call: None  # noqa: E731
     with (

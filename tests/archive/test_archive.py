@@ -196,7 +196,7 @@ def test_text_that_is_no_launch_is_refused() -> None:
 def test_what_a_run_misses_is_written_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLASHTILE_RECORD", str(tmp_path / "missed"))
     monkeypatch.setattr(build, "load", lambda launch, what, device: None)
-    monkeypatch.setattr(build, "make_build", lambda what, compiled: build.Build(None, (), "a test", 0, None, []))
+    monkeypatch.setattr(build, "make_build", lambda what, compiled: build.LoadedKernel(None, (), "a test", 0, None, []))
     monkeypatch.setattr(host.Launcher, "start", lambda *call: None)
     _with(monkeypatch, "off")
     with present((8, 0), Driver()):
@@ -243,7 +243,7 @@ def _compiled_with(
 
     def note(launch: Launch, device: int) -> Any:
         compiled.append(launch.kernel.__name__)
-        return build.Build(None, (), "a test", 0, None, [])
+        return build.LoadedKernel(None, (), "a test", 0, None, [])
 
     monkeypatch.setattr(build, "_compiled", note)
     monkeypatch.setattr(host.Launcher, "start", lambda *call: None)
@@ -312,7 +312,7 @@ def _texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
         patched.setattr(build, "_builds", {})
         patched.setattr(archive, "look_up", seen)
         patched.setattr(archive, "archives", lambda: (None,))
-        patched.setattr(build, "_compiled", lambda launch, device: build.Build(None, (), "a test", 0, None, []))
+        patched.setattr(build, "_compiled", lambda launch, device: build.LoadedKernel(None, (), "a test", 0, None, []))
         patched.setattr(host.Launcher, "start", lambda *call: None)
         with present((8, 0), Driver()):
             attend((8, 0), **CALL)

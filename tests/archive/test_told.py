@@ -56,7 +56,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(host.Launcher, "start", lambda *call: None)
     monkeypatch.setattr(build, "load", lambda launch, what, device: None)
-    monkeypatch.setattr(build, "make_build", lambda what, compiled: build.Build(None, (), "a test", 0, None, []))
+    monkeypatch.setattr(build, "make_build", lambda what, compiled: build.LoadedKernel(None, (), "a test", 0, None, []))
     for name in ("TRITON_INTERPRET", "FLASHTILE_RECORD"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FLASHTILE_KERNELS", "off")
@@ -213,7 +213,7 @@ def test_a_backward_in_no_archive_is_compiled_beside_its_forward(
     def note(launch: Any, device: int) -> Any:
         assert threading.current_thread() is not threading.main_thread()
         compiled.append(launch.kernel.__name__)
-        return build.Build(None, (), "a test", 0, None, [])
+        return build.LoadedKernel(None, (), "a test", 0, None, [])
 
     monkeypatch.setattr(build, "_compiled", note)
     _with(monkeypatch, forward)

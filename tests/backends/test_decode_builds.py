@@ -76,7 +76,7 @@ def test_devices_of_an_architecture_share_builds(heads: int) -> None:
     """Programs of other devices than the usual one: whole teams, and no more than run at once."""
     made = {num_sms: launches(31, 512, 13, heads, num_sms=num_sms)[1] for num_sms in (132, 114, 78, 16)}
     assert len({lower(each)[0] for each in made.values()}) == 1
-    lanes = made[132].arguments["call"].schedule.LANES
+    lanes = made[132].arguments["call"].schedule.HEADS_IN_STEP
     assert lanes == {5: 1, 8: 4, 12: 12}[heads]  # of one program a multiprocessor
     assert all(n - lanes < each.programs <= n and each.programs % lanes == 0 for n, each in made.items())
 

@@ -259,7 +259,7 @@ def test_operands_are_found_by_name(fake: Driver, device: str, monkeypatch: pyte
     layout = driver.BlockLayout(what, 32, 0)
     places = [(layout.words[name] if isinstance(leaf, Pointer) else None, None) for name, leaf in leaves.items()]
     made_of = Launch(SimpleNamespace(__name__="f", arg_names=list(leaves)), 1, leaves, {})
-    found = build.Build(None, tuple(leaves), None, 7, layout, places)
+    found = build.LoadedKernel(None, tuple(leaves), None, 7, layout, places)
     monkeypatch.setattr(build, "find_build", lambda *given: found)
     monkeypatch.setattr(host, "interpret", lambda launched: fake.by_triton.append(launched.arguments))
     fake.sizes = [driver.SIZES[code] for codes in layout.formats.values() for code in codes]
@@ -362,7 +362,7 @@ def test_a_build_is_made_once_by_however_many_threads(fake: Driver, monkeypatch:
     monkeypatch.setattr(CUDABackend, "add_stages", add_stages)
     step = _launch(torch.zeros(64, 64, dtype=torch.bfloat16))
 
-    def find(_: int) -> build.Build:
+    def find(_: int) -> build.LoadedKernel:
         launch.MEANWHILE.set(lambda: seen.append("front end"))
         return build.find_build(step, 0)
 

@@ -49,7 +49,7 @@ def test_a_damaged_archive_changes_no_result(tmp_path: Path, monkeypatch: pytest
     loaded = build._from_archive
     from_archive: list[bool] = []
 
-    def noted(*given: object) -> build.Build | None:
+    def noted(*given: object) -> build.LoadedKernel | None:
         found = loaded(*given)  # type: ignore[arg-type]
         from_archive.append(found is not None)
         return found

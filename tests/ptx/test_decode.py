@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flashtile.backends.gpu.decode.config import DecodeTiles, Splitting
+from flashtile.backends.gpu.decode.config import DecodeTiles, SplitRule
 from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper.forward.paged import config as tiles
 from flashtile.backends.portable.rounding import launch
@@ -36,10 +36,10 @@ CASES = (
 
 
 # Small ones, so that few keys are many splits, which several programs share.
-TILES = DecodeTiles(16, 32, 4, 3, programs_per_sm=2, splitting=Splitting(programs=8, fewest_keys=32, most_keys=64))
+TILES = DecodeTiles(16, 32, 4, 3, programs_per_sm=2, splitting=SplitRule(programs=8, fewest_keys=32, most_keys=64))
 # Two groups of warps, whose products are WGMMA, and one.
-WIDE_TILES = DecodeTiles(128, 64, 8, 3, 1, Splitting(programs=8, fewest_keys=64, most_keys=128, run=2))
-TALL_TILES = DecodeTiles(64, 64, 4, 3, 2, Splitting(programs=8, fewest_keys=64, most_keys=128, run=2))
+WIDE_TILES = DecodeTiles(128, 64, 8, 3, 1, SplitRule(programs=8, fewest_keys=64, most_keys=128, run=2))
+TALL_TILES = DecodeTiles(64, 64, 4, 3, 2, SplitRule(programs=8, fewest_keys=64, most_keys=128, run=2))
 NEVER_SPLIT = CacheCase("never_split", ((40, 9, 0), (0, 9, 0)), heads=8, kv_heads=2, head_dim=64, page_size=16)
 WIDE = CacheCase("wide", ((384, 2, 0), (64, 2, 0)), heads=40, kv_heads=1, head_dim=64, window=(300, 0))
 
@@ -76,7 +76,7 @@ def test_tiles_of_many_rows(tiles: DecodeTiles) -> None:
 @pytest.mark.parametrize("tiles", slow_but([TILES, TALL_TILES], lambda tiles: tiles == TILES), ids=str)
 def test_calls_that_are_never_split(tiles: DecodeTiles) -> None:
     """Their kernel has no workspace."""
-    whole = dataclasses.replace(tiles, splitting=Splitting(programs=1, most_keys=128))
+    whole = dataclasses.replace(tiles, splitting=SplitRule(programs=1, most_keys=128))
     with portable.on_cpu(Options(seed=1), "sm_90"), trial(decode=whole):
         judge(build(NEVER_SPLIT, torch.bfloat16), "portable")
 
@@ -88,7 +88,7 @@ def test_scores_as_huge_as_float32_has_them() -> None:
 
 
 # Programs that run at once: some wait for the others to share a fold, and some of those give up at the last moment.
-SHARED_TILES = DecodeTiles(16, 32, 4, 2, 8, Splitting(programs=16, fewest_keys=32, most_keys=32, run=2))
+SHARED_TILES = DecodeTiles(16, 32, 4, 2, 8, SplitRule(programs=16, fewest_keys=32, most_keys=32, run=2))
 SHARED = CacheCase("shared", ((512, 1, 0),), heads=16, kv_heads=1, head_dim=64)
 
 
@@ -124,8 +124,8 @@ def test_programs_that_do_not_tell_what_they_have_done(fault: str) -> None:
 
 
 # Small splits, which several programs share, and of a short sequence few.
-RUNS = Splitting(programs=8, fewest_keys=64, most_keys=128, run=2)
-SPLITS = Splitting(programs=8, fewest_keys=64, most_keys=64, run=1)
+RUNS = SplitRule(programs=8, fewest_keys=64, most_keys=128, run=2)
+SPLITS = SplitRule(programs=8, fewest_keys=64, most_keys=64, run=1)
 TWO = DecodeTiles(128, 64, 4, 2, 4, RUNS, specialised=True)
 ONE = DecodeTiles(64, 64, 4, 2, 4, SPLITS, specialised=True)
 LARGE_BLOCKS = DecodeTiles(128, 128, 4, 2, 1, RUNS, specialised=True)

@@ -231,11 +231,11 @@ def is_aligned(tensor: Tensor) -> bool:
     """Whether address and strides are multiples of 16 bytes."""
     if (type(tensor) is Tensor or not hasattr(tensor, "fake_mode")) and tensor.data_ptr() % 16:
         return False
-    unit = 16 // tensor.element_size()
-    if is_dense(tensor) and holds(tensor.shape[-1] % unit == 0):
+    vector_width = 16 // tensor.element_size()
+    if is_dense(tensor) and holds(tensor.shape[-1] % vector_width == 0):
         return True  # The strides are multiples of that size.
     strides = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
-    return not any(holds(s % unit != 0) and holds(n > 1) for s, n in strides)
+    return not any(holds(s % vector_width != 0) and holds(n > 1) for s, n in strides)
 
 
 _OPERAND_DTYPES = (

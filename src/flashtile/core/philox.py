@@ -1,6 +1,6 @@
 """Dropout's random numbers: whether (batch, head, row, key) is kept is a pure function of a seed and these indices.
 
-Each head has its own cipher, made by Philox4x32. One Philox2x32 evaluation returns two words. Their 16-bit halves are
+Each head has its own key, made by Philox4x32. One Philox2x32 evaluation returns two words. Their 16-bit halves are
 the numbers for two rows and two keys, eight apart (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; 7
 rounds of either pass BigCrush). The counter is made of rows and keys without their bit of value 8:
 
@@ -31,8 +31,8 @@ def threshold(dropout_p: float) -> int:
     return min(round(dropout_p * 2**16), 2**16 - 1)
 
 
-def ciphers(rng_state: Tensor, heads: Tensor) -> list[Tensor]:
-    """The cipher of each head: key, a and b, as int64 in [0, 2**32).
+def philox_keys(rng_state: Tensor, heads: Tensor) -> list[Tensor]:
+    """The Philox key of each head: key, a and b, as int64 in [0, 2**32).
 
     Args:
         rng_state: ``(2,)`` int64: seed, offset.
@@ -50,15 +50,15 @@ def ciphers(rng_state: Tensor, heads: Tensor) -> list[Tensor]:
     return [a, b, c]
 
 
-def words(cipher: list[Tensor], rows: Tensor, keys: Tensor) -> list[Tensor]:
+def words(philox_key: list[Tensor], rows: Tensor, keys: Tensor) -> list[Tensor]:
     """The two words of each counter, as int64 in [0, 2**32).
 
     Args:
-        cipher: The result of ``ciphers``.
+        philox_key: The result of ``philox_keys``.
         rows: ``without_8`` of rows in the sequence; int64. All arguments broadcast.
         keys: ``without_8`` of keys; int64.
     """
-    key, a, b = cipher[0], cipher[1] ^ rows, cipher[2] ^ keys
+    key, a, b = philox_key[0], philox_key[1] ^ rows, philox_key[2] ^ keys
     for _ in range(ROUNDS):
         low, high = a * _MULTIPLY, b
         a = (low >> 32).bitwise_and_(_MASK).bitwise_xor_(key)
@@ -108,7 +108,7 @@ def keep(
     # Each counter is evaluated once.
     own_rows, at_row = torch.unique(without_8(row), return_inverse=True)
     own_keys, at_key = torch.unique(without_8(key), return_inverse=True)
-    found, limit = words(ciphers(rng_state, heads), own_rows[:, None], own_keys), threshold(dropout_p)
+    found, limit = words(philox_keys(rng_state, heads), own_rows[:, None], own_keys), threshold(dropout_p)
     halves = [torch.stack([word & 0xFFFF, word >> 16], dim=-1) >= limit for word in found]
     kept = torch.stack(halves, dim=3).flatten(2, 3).flatten(-2)
     return kept[..., 2 * at_row + row // 8 % 2, :][..., 2 * at_key + key // 8 % 2]
@@ -123,7 +123,7 @@ def _keep_all(rng_state: Tensor, limit: int, heads: Tensor, rows: tuple[int, int
     counts = [-(-stop // 16) - first for (_, stop), first in zip((rows, keys), firsts, strict=True)]
     used = [8 * count - max(0, 7 - (stop - 1) % 16) for (_, stop), count in zip((rows, keys), counts, strict=True)]
     places = [8 * first + torch.arange(n, device=rng_state.device) for first, n in zip(firsts, used, strict=True)]
-    found = words(ciphers(rng_state, heads), places[0][:, None], places[1])
+    found = words(philox_keys(rng_state, heads), places[0][:, None], places[1])
     kept = torch.zeros(*heads.shape[:2], 2, 2, 8 * counts[0], 8 * counts[1], dtype=torch.bool, device=rng_state.device)
     for n, word in enumerate(found):
         kept[:, :, n, 0, : used[0], : used[1]] = (word & 0xFFFF) >= limit

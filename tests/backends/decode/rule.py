@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flashtile.backends.gpu.decode.config import Splitting
+from flashtile.backends.gpu.decode.config import SplitRule
 
 
-def cut(rule: Splitting, keys: int, rows: int, num_tiles: int, num_heads_kv: int, block_n: int) -> tuple[int, int]:
+def cut(rule: SplitRule, keys: int, rows: int, num_tiles: int, num_heads_kv: int, block_n: int) -> tuple[int, int]:
     """Splits of a tile and keys of each."""
     wanted = max(rule.programs // max(num_tiles * num_heads_kv, 1), 1)
     most, fewest = rule.most(keys, rows, num_heads_kv, wanted), rule.fewest_keys

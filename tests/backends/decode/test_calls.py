@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashtile.backends.gpu.decode import merge
-from flashtile.backends.gpu.decode.config import DecodeTiles, Splitting
+from flashtile.backends.gpu.decode.config import DecodeTiles, SplitRule
 from flashtile.backends.gpu.trial import trial
 from flashtile.core import states
 from tests.fuzz import mixed
@@ -36,7 +36,7 @@ def test_case_in_float32(case: CacheCase) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case.tree], ids=str)
 def test_trees_in_tiles_of_many_rows(case: CacheCase, block_m: int) -> None:
     """Where masks are applied in a branch; of splits that cut trees."""
-    splitting = Splitting(programs=40, fewest_keys=16, most_keys=32, most_splits=12, run=3)
+    splitting = SplitRule(programs=40, fewest_keys=16, most_keys=32, most_splits=12, run=3)
     with trial(decode=DecodeTiles(block_m, 16, 4, 1, 3, splitting)):
         judge(build(case, torch.float16), "portable")
 
@@ -46,7 +46,7 @@ def test_trees_in_tiles_of_many_rows(case: CacheCase, block_m: int) -> None:
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_gives_the_bits_of_a_causal_call(name: str, block_m: int) -> None:
     with trial(
-        decode=DecodeTiles(block_m, 16, 4, 1, 2, Splitting(programs=8, fewest_keys=16, most_keys=64, most_splits=8))
+        decode=DecodeTiles(block_m, 16, 4, 1, 2, SplitRule(programs=8, fewest_keys=16, most_keys=64, most_splits=8))
     ):
         assert_chains_are_causal(name, torch.float16, "portable")
 
@@ -75,7 +75,7 @@ def test_a_sequence_alone_and_among_others(case: CacheCase) -> None:
 )
 def test_the_number_of_programs_changes_no_bit(case: CacheCase) -> None:
     """Few programs do whole tiles in registers, more do runs of splits, and many do splits, through memory."""
-    splitting = Splitting(programs=40, fewest_keys=16, most_keys=32, most_splits=12, run=3)
+    splitting = SplitRule(programs=40, fewest_keys=16, most_keys=32, most_splits=12, run=3)
     results = []
     for count in (1, 2, 7, 40):
         call = build(case, torch.float16)
@@ -104,7 +104,7 @@ def test_angles_that_turn_no_feature() -> None:
 def test_splits_that_registers_fold_are_folded_in_runs() -> None:
     """One program has each tile whole, with splits too long for a run to be a state; seven share tiles."""
     case = CacheCase("long", ((5200, 1, 0), (40, 1, 0), (5100, 1, 0)), heads=2, kv_heads=1, head_dim=16)
-    splitting, results = Splitting(programs=8, fewest_keys=512, most_keys=512, most_splits=12, run=3), []
+    splitting, results = SplitRule(programs=8, fewest_keys=512, most_keys=512, most_splits=12, run=3), []
     for count in (1, 7):
         with trial(decode=DecodeTiles(16, 256, 4, 1, count, splitting)):
             results.append([x.clone() for x in build(case, torch.float32).run("portable")])
@@ -127,7 +127,7 @@ def test_scores_as_huge_as_float32_has_them(value: float, sinks: bool) -> None:
 @pytest.mark.parametrize("programs", [1, 7])
 def test_such_scores_in_tiles_of_many_rows(programs: int) -> None:
     """Where the scale is applied before the mask; one program folds states in registers."""
-    splitting = Splitting(programs=8, fewest_keys=16, most_keys=32, most_splits=8, run=2)
+    splitting = SplitRule(programs=8, fewest_keys=16, most_keys=32, most_splits=8, run=2)
     with trial(decode=DecodeTiles(64, 16, 4, 1, programs, splitting)):
         assert huge_error(HUGE[2], "portable", page_size=8) < 1e-5
 

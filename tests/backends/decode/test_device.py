@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.decode import append, call, eight_bit, work
-from flashtile.backends.gpu.decode.config import Splitting
+from flashtile.backends.gpu.decode.config import SplitRule
 from tests.backends.decode.rule import cut
 
 
@@ -28,10 +28,10 @@ def _cut(keys_ptr, rows_ptr, out_ptr, heads, BLOCK_N: tl.constexpr, A: tl.conste
 def test_cut_is_the_rule_of_the_host() -> None:
     torch.manual_seed(0)
     for rule in (
-        Splitting(),
-        Splitting(fewest_of_long=256),
-        Splitting(264, 128, 1024, 16, 2000),
-        Splitting(8, 16, 64, 8, long_keys=5000),
+        SplitRule(),
+        SplitRule(fewest_of_long=256),
+        SplitRule(264, 128, 1024, 16, 2000),
+        SplitRule(8, 16, 64, 8, long_keys=5000),
     ):
         for heads, block_n in ((1, 64), (8, 32), (300, 128)):
             keys = torch.randint(0, 200_000, (64,), dtype=torch.int32)

@@ -78,7 +78,7 @@ def test_every_block_once_and_owners_know_one_another(programs: int, lanes: int,
 
 
 class Calls(NamedTuple):
-    """The fields of ``call.Call`` that say how work is shared; ``Queries`` and ``Tiles`` are its own."""
+    """The fields of ``call.DecodeCall`` that say how work is shared; ``Queries`` and ``Tiles`` are its own."""
 
     queries: Any
     schedule: Any
@@ -94,14 +94,14 @@ class Queries(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """As ``call.Schedule``."""
+    """As ``call.DecodeSchedule``."""
 
     BLOCK_M: Any
     BLOCK_N: Any
 
 
 class Spans(NamedTuple):
-    """As ``work.Shape``."""
+    """As ``work.SequenceWork``."""
 
     high: Any
     num_tiles: Any

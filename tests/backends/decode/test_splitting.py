@@ -9,18 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtile.backends.gpu.decode.config import DecodeTiles, Splitting
-from flashtile.backends.gpu.decode.launch import Bounds
+from flashtile.backends.gpu.decode.config import DecodeTiles, SplitRule
+from flashtile.backends.gpu.decode.launch import WorkLimits
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import described
 from tests.backends.decode.rule import cut
 
-RULES = [Splitting(), Splitting(fewest_of_long=256), Splitting(264, 128, 1024), Splitting(8, 16, 64, 8),
-         Splitting(132, 64, 2048, 16, 640), Splitting(8, 128, 512, most_slots=8192, long_keys=2**16)]  # fmt: skip
+RULES = [SplitRule(), SplitRule(fewest_of_long=256), SplitRule(264, 128, 1024), SplitRule(8, 16, 64, 8),
+         SplitRule(132, 64, 2048, 16, 640), SplitRule(8, 128, 512, most_slots=8192, long_keys=2**16)]  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_cut_covers_the_keys_and_keeps_its_bound(rule: Splitting) -> None:
+def test_cut_covers_the_keys_and_keeps_its_bound(rule: SplitRule) -> None:
     capacities = (0, 1, 63, 64, 65, 1000, 4096, 70_000, 300_000)
     for rows, heads, capacity in itertools.product((1, 4, 16, 71, 600), (1, 2, 8, 200), capacities):
         block_n, tiles = 64, -(-rows // 64)
@@ -40,7 +40,7 @@ def test_cut_covers_the_keys_and_keeps_its_bound(rule: Splitting) -> None:
     st.integers(0, 9),
 )
 def test_packed_calls_stay_within_their_bounds(
-    sequences: list[tuple[int, int]], group: int, rule: Splitting, spare: int
+    sequences: list[tuple[int, int]], group: int, rule: SplitRule, spare: int
 ) -> None:
     capacity, heads, config = 300, 2, DecodeTiles(16, 16, 4, 1, splitting=rule)
     total = sum(rows for _, rows in sequences) + spare
@@ -49,7 +49,7 @@ def test_packed_calls_stay_within_their_bounds(
         seqlen_q=total, varlen=True, seqlen_k=capacity, cached=True,
     )  # fmt: skip
     q = torch.empty(total, heads * group, 16, device="meta")
-    bounds = Bounds(problem, CacheTensors(q, q, q, q, q), config)
+    bounds = WorkLimits(problem, CacheTensors(q, q, q, q, q), config)
     items = slots = 0
     for keys, queries in [*sequences, (0, spare)]:
         rows = queries * group
@@ -63,7 +63,7 @@ def test_packed_calls_stay_within_their_bounds(
 
 def test_a_sequence_decides_alone() -> None:
     """The rule has no argument that another sequence could change."""
-    rule = Splitting()
+    rule = SplitRule()
     counts = [cut(rule, keys, 4, 1, 8, 64)[0] for keys in range(0, 40_000, 500)]
     assert counts[0] == 1
     assert max(counts) > 8

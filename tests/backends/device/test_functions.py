@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import dropout, functions, mods, records
-from flashtile.backends.gpu.device.records import Alibi, Dropout, Mod, Mods, ScoreTensor
+from flashtile.backends.gpu.device.records import Dropout, Mod, Mods, ScoreTensor, SlopeTensor
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.gpu.device.tiles import (
     grouped_tile,
@@ -64,7 +64,7 @@ def test_block_ranges_cover_and_full_blocks_are_full(band: Band, of_keys: bool) 
         for start in range(0, keep.shape[0], tile):
             stop = min(start + tile, keep.shape[0])
             out = torch.full((4,), -99, dtype=torch.int32)
-            given = records.Band(band.left, band.right, band.chunk)
+            given = records.KeyBand(band.left, band.right, band.chunk)
             _ranges_kernel[(1,)](out, start, stop - 1, seqlen_q, seqlen_k, given, BLOCK=block, OF_KEYS=of_keys)
             low, full_low, full_high, high = out.tolist()
             assert low <= full_low <= full_high <= high, (band, seqlen_q, seqlen_k, start)
@@ -130,12 +130,12 @@ def test_score_and_mask_mods_are_applied_in_order(given: tuple[str, ...], own: b
 
     transforms, names = named(
         first=Mod(_twice, _twice_linear, None, cap) if own else Mod(mods.softcap, mods.softcap_linear, None, cap),
-        alibi=Mod(mods.alibi, None, mods.slope_of_head, Alibi(slopes, 4)) if "alibi" in given else None,
+        alibi=Mod(mods.alibi, None, mods.slope_of_head, SlopeTensor(slopes, 4)) if "alibi" in given else None,
         bias=Mod(mods.bias, None, mods.tensor_of_head, pairs(bias)) if "bias" in given else None,
     )
     mask = Mod(mods.select_tensor, None, mods.tensor_of_head, pairs(kept.view(torch.uint8)))
     masks, mask_names = named(mask=mask if "mask" in given else None)
-    both = Mods(0.5, transforms, records.Band(None, 0), masks, None, None, names, mask_names, True, "ieee")
+    both = Mods(0.5, transforms, records.KeyBand(None, 0), masks, None, None, names, mask_names, True, "ieee")
     arguments = {"x_ptr": x, "given": both, "out_ptr": out, "b": b, "h": h, "seqlen_q": rows, "seqlen_k": keys,
                  "M": 16, "N": 16}  # fmt: skip
     interpret(Launch(_pairs_kernel, 1, arguments, {}))
@@ -156,7 +156,7 @@ def test_score_and_mask_mods_are_applied_in_order(given: tuple[str, ...], own: b
 
 @triton.jit
 def _dropout_kernel(call, out_ptr, b, h, row, key, M: tl.constexpr, N: tl.constexpr):
-    kept = dropout.keep_tile(call.mods.dropout, dropout.cipher_of(call, b, h), b, row, key, M, N)
+    kept = dropout.keep_tile(call.mods.dropout, dropout.philox_key_of(call, b, h), b, row, key, M, N)
     tl.store(out_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :], kept.to(tl.int8))
 
 
@@ -169,7 +169,7 @@ def test_dropout_is_the_defined_mask(dropout_p: float, state: tuple[int, int]) -
     for batch, head, row, key, m, n in places:
         out = torch.full((m, n), 9, dtype=torch.int8)
         drops = Dropout(rng, limit, 1.0, None, False)
-        made = Mods(1.0, None, records.Band(None, None), None, drops, None, "", "", False, "ieee")
+        made = Mods(1.0, None, records.KeyBand(None, None), None, drops, None, "", "", False, "ieee")
         rows = records.Sequences(None, 8, 2000)
         call = records.Call(None, None, None, rows, rows, records.Heads(4, 1), made)
         arguments = {"call": call, "out_ptr": out, "b": batch, "h": head, "row": row, "key": key, "M": m, "N": n}

@@ -42,26 +42,26 @@ BACKWARD_TILES = {
 }
 
 
-def cipher_of(call: Any, b: Any, h: Any) -> Any:
-    """``dropout.cipher_of`` by its definition: the emulator has no unsigned words."""
+def philox_key_of(call: Any, b: Any, h: Any) -> Any:
+    """``dropout.philox_key_of`` by its definition: the emulator has no unsigned words."""
     if call.mods.dropout.rng_state_ptr is None:
         return ()
     state = torch.stack([(call.mods.dropout.rng_state_ptr + i).load().data for i in range(2)])
-    return tuple(Value(x) for x in philox.ciphers(state, value_of(b * call.heads.num_q + h).data.long()))
+    return tuple(Value(x) for x in philox.philox_keys(state, value_of(b * call.heads.num_q + h).data.long()))
 
 
-def words(cipher: Any, rows: Any, keys: Any, ptx: bool) -> Any:
+def words(philox_key: Any, rows: Any, keys: Any, ptx: bool) -> Any:
     """``dropout.words``, likewise."""
-    of_head = [x.data for x in cipher]
+    of_head = [x.data for x in philox_key]
     return tuple(Value(x) for x in philox.words(of_head, value_of(rows).data.long(), value_of(keys).data.long()))
 
 
-def keep_tile(drops: Any, cipher: Any, b: Any, row: Any, key: Any, m: int, n: int) -> Any:
+def keep_tile(drops: Any, philox_key: Any, b: Any, row: Any, key: Any, m: int, n: int) -> Any:
     """``dropout.keep_tile`` of the portable kernels, likewise; Hopper's calls have no origins."""
     assert drops.origins_ptr is None
     first = [value_of(x).data.long() for x in (row, key)]
     rows, keys = first[0] + torch.arange(m)[:, None], first[1] + torch.arange(n)
-    pair = philox.words([x.data for x in cipher], philox.without_8(rows), philox.without_8(keys))
+    pair = philox.words([x.data for x in philox_key], philox.without_8(rows), philox.without_8(keys))
     word = torch.where(rows & 8 == 0, *pair)
     return Value(torch.where(keys & 8 == 0, word << 16 & WORD, word) >= (int(drops.threshold) & WORD))
 
@@ -79,7 +79,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     inline_ptx.select_at_least: lambda x, words, limit, fill: select(
         (words & WORD) >= (value_of(limit).to(tl.int64) & WORD), x, fill
     ),
-    dropout.cipher_of: cipher_of,
+    dropout.philox_key_of: philox_key_of,
     dropout.words: words,
     dropout.keep_tile: keep_tile,
     inline_ptx.keep: lambda x, words, fill, bits: select((words & bits) != 0, x, fill),

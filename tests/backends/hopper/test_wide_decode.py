@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashtile.backends.gpu import table
 from flashtile.backends.gpu.decode import launch
-from flashtile.backends.gpu.decode.config import DecodeTiles, Splitting
+from flashtile.backends.gpu.decode.config import DecodeTiles, SplitRule
 from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper import BACKEND
 from flashtile.backends.hopper.decode import launch as hopper_decode
@@ -48,7 +48,7 @@ CASES = (
     case_of("pages", (500, 77), page_size=64, head_dim=128),
     case_of("wide", (300, 64), head_dim=256),
 )
-RULES = {"runs": Splitting(8, 64, 128, 8, 4096, 2), "splits": Splitting(8, 128, 128, 4, 4096, 1)}
+RULES = {"runs": SplitRule(8, 64, 128, 8, 4096, 2), "splits": SplitRule(8, 128, 128, 4, 4096, 1)}
 
 
 def on_hopper(call: CacheCall) -> Problem:
@@ -56,7 +56,7 @@ def on_hopper(call: CacheCall) -> Problem:
 
 
 @contextmanager
-def running(case: CacheCase, rule: Splitting, num_sms: int = 3, **changes: int) -> Iterator[None]:
+def running(case: CacheCase, rule: SplitRule, num_sms: int = 3, **changes: int) -> Iterator[None]:
     """Within, the kernel's own tiles with ``changes``; the first of a tile's counters must be 0 before and after."""
     left: list[Tensor] = []
 
@@ -78,7 +78,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("case", "rule"), RUNS, ids=str)
-def test_numbers(case: CacheCase, rule: Splitting) -> None:
+def test_numbers(case: CacheCase, rule: SplitRule) -> None:
     with on_cpu(seed=len(case.sequences)), running(case, rule):
         judge(build(case, torch.bfloat16), "hopper")
 
@@ -91,7 +91,7 @@ def test_buffers_that_are_used_again_and_again(seed: int) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_a_sequence_gives_the_same_bits_alone_and_on_any_number_of_programs(rule: Splitting) -> None:
+def test_a_sequence_gives_the_same_bits_alone_and_on_any_number_of_programs(rule: SplitRule) -> None:
     results = []
     for num_sms in (2, 9, 1, 3):
         with on_cpu(seed=1), running(CASES[0], rule, num_sms):

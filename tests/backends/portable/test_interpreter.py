@@ -119,7 +119,7 @@ def test_pairs_are_read_in_units_of_which_keys_and_strides_are_multiples(pitch: 
         setattr(call.tensors, name, wide)
     problem, tensors = call.problem, call.tensors
     terms = forward_launch(problem, tensors, PortableTiles(16, 16, 4, 1)).arguments["call"].mods
-    assert terms.scores[-1].operands.UNIT == terms.masks[0].operands.UNIT == unit
+    assert terms.scores[-1].operands.VECTOR == terms.masks[0].operands.VECTOR == unit
     out, lse = plans.forward(problem, tensors)
     assert_forward_right(call, out, in_one(lse, out))
     grads = plans.backward(problem, tensors, out, lse, torch.randn_like(out))
@@ -187,7 +187,7 @@ def test_strides_are_taken_for_multiples_of_16_bytes_only_where_they_are(columns
     q, k, v = (torch.randn(1, 20, 2, columns)[..., :24] for _ in range(3))
     problem = banded_problem(Tensors(q, k, v), Band())
     call = forward_launch(problem, Tensors(q, k, v), PortableTiles(16, 16, 4, 1)).arguments["call"]
-    assert call.q.UNIT == call.k.UNIT == call.v.UNIT == (4 if columns == 24 else 1)
+    assert call.q.VECTOR == call.k.VECTOR == call.v.VECTOR == (4 if columns == 24 else 1)
     out = plans.forward(problem, Tensors(q, k, v))[0]
     same = Tensors(q.contiguous(), k.contiguous(), v.contiguous())
     assert torch.equal(out, plans.forward(problem, same)[0])

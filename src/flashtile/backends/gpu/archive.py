@@ -363,7 +363,7 @@ _PREFER_SHARED, _USUAL_SHARED = 1, 48 * 1024
 
 
 def load(found: Found, device: int) -> Any:
-    """Loads a build's code as Triton does; returns what ``build.Build`` keeps of a compiled kernel.
+    """Loads a build's code as Triton does; returns what ``build.LoadedKernel`` keeps of a compiled kernel.
 
     Raises:
         DriverError: The driver does not take it, or the device has too little for it.

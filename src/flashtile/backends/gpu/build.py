@@ -29,7 +29,7 @@ from flashtile.core.errors import UnsupportedError
 
 
 @dataclass(frozen=True, eq=False)
-class Build:
+class LoadedKernel:
     """A kernel compiled and loaded on a device.
 
     Attributes:
@@ -53,11 +53,11 @@ class Build:
 
 
 # Keys keep their kernels alive; the tensor maps' makers keep Gluon's layouts alive.
-_builds: dict[tuple[Any, ...], Build] = {}
+_builds: dict[tuple[Any, ...], LoadedKernel] = {}
 _locks: dict[tuple[Any, ...], threading.Lock] = {}
 
 
-def find_build(launch: Launch, device: int, key: tuple[Any, ...] | None = None) -> Build:
+def find_build(launch: Launch, device: int, key: tuple[Any, ...] | None = None) -> LoadedKernel:
     """The build of a launch on a device, made if this process has not seen it; key: what ``lower`` says.
 
     Waits for another thread that is making it.
@@ -88,7 +88,7 @@ def _no_compiler(gluon: bool) -> str | None:
     return None
 
 
-def _compiled(launch: Launch, device: int) -> Build:
+def _compiled(launch: Launch, device: int) -> LoadedKernel:
     if why := _no_compiler(gluon=False):
         raise UnsupportedError(
             f"the kernel {launch.kernel.__name__} of this call is in no archive of kernels, and to be compiled it {why}"
@@ -136,7 +136,7 @@ def _alone(launch: Launch) -> Iterator[None]:
         yield
 
 
-def _from_archive(launch: Launch, lowered: tuple[Any, ...], device: int) -> Build | None:
+def _from_archive(launch: Launch, lowered: tuple[Any, ...], device: int) -> LoadedKernel | None:
     """The build among the archives; None if it is not there, or if the driver refuses it."""
     if not archive.archives() or not is_direct():
         return None
@@ -202,11 +202,11 @@ def _load_code(compiled: Any, device: int) -> None:
         raise OutOfResources(threads, most, "threads")
 
 
-def make_build(what: Specialisation, compiled: Any) -> Build:
+def make_build(what: Specialisation, compiled: Any) -> LoadedKernel:
     """The record that launches need of a compiled kernel."""
     unknown = why_unknown(what, compiled)
     if unknown is not None:
-        return Build(compiled, tuple(what.signature), unknown, compiled.function, None, [])
+        return LoadedKernel(compiled, tuple(what.signature), unknown, compiled.function, None, [])
     return known_build(about_of(what, compiled), compiled)
 
 
@@ -219,7 +219,7 @@ def about_of(what: Specialisation, compiled: Any) -> dict[str, Any]:
     return {"name": about.name, "num_warps": about.num_warps, "shared": about.shared, "leaves": leaves, "maps": maps}
 
 
-def known_build(about: Mapping[str, Any], compiled: Any) -> Build:
+def known_build(about: Mapping[str, Any], compiled: Any) -> LoadedKernel:
     """The record of loaded code, from ``about_of`` it."""
     signature, maps = dict(about["leaves"]), iter(about["maps"])
     layout = driver.BlockLayout(signature, 32 * about["num_warps"], about["shared"])
@@ -230,7 +230,7 @@ def known_build(about: Mapping[str, Any], compiled: Any) -> Build:
             box, swizzle, size = next(maps)
             about_map = (tuple(box), swizzle, size)
         places.append((layout.words[name] if about_map or kind.startswith("*") else None, about_map))
-    return Build(compiled, tuple(signature), None, compiled.function, layout, places)
+    return LoadedKernel(compiled, tuple(signature), None, compiled.function, layout, places)
 
 
 def why_unknown(what: Specialisation, compiled: Any) -> str | None:

@@ -41,7 +41,7 @@ class Launcher:
         "_build", "_content", "_function", "_launch", "_leaves", "_offsets", "_spare", "_start", "_write", "device",
         "kernel", "programs",
     )  # fmt: skip
-    _build: build.Build
+    _build: build.LoadedKernel
 
     def __init__(self, launch: Launch, device: torch.device, tensors: Any, made: Mapping[str, Any]) -> None:
         """Finds the build, lays out the arguments and binds the operands.

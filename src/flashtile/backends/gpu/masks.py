@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.records import Bounds, BoundsTable, Interval, Lists
+from flashtile.backends.gpu.device.records import BoundsTable, Interval, Lists, TileBounds
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.named import device_code
 from flashtile.call.problem import Problem, Tensors
@@ -18,18 +18,18 @@ _SCAN = 1024
 
 
 class Masks(NamedTuple):
-    """The fields of ``Band`` that are intervals' and lists'.
+    """The fields of ``KeyBand`` that are intervals' and lists'.
 
     Attributes:
         row_keys: ``Interval`` of rows, or None.
         key_rows: ``Interval`` of keys, or None.
-        bounds: ``Bounds`` of the kernel's tiles.
+        bounds: ``TileBounds`` of the kernel's tiles.
         lists: ``Lists`` of the side of its tiles, or None.
     """
 
     row_keys: Interval | None
     key_rows: Interval | None
-    bounds: Bounds | None
+    bounds: TileBounds | None
     lists: Lists | None = None
 
 
@@ -59,11 +59,11 @@ def masks_of(problem: Problem, t: Tensors, side: Side) -> Masks | None:
     return Masks(_interval("row_keys", row_keys), _interval("key_rows", key_rows), bounds_of(problem, t, side))
 
 
-def bounds_of(problem: Problem, t: Tensors, side: Side) -> Bounds:
-    """The ``Bounds`` that ``bounds_launch`` writes."""
+def bounds_of(problem: Problem, t: Tensors, side: Side) -> TileBounds:
+    """The ``TileBounds`` that ``bounds_launch`` writes."""
     batch, heads, tiles = _shape(problem, t, side)
     at, head_step = Pointer(torch.int32, side.operand, 4 * side.offset), 4 * tiles
-    return Bounds(at, 0 if batch == 1 else heads * head_step, 0 if heads == 1 else head_step, tiles)
+    return TileBounds(at, 0 if batch == 1 else heads * head_step, 0 if heads == 1 else head_step, tiles)
 
 
 def intervals_of(problem: Problem, t: Any) -> tuple[Interval | None, Interval | None]:
@@ -73,7 +73,7 @@ def intervals_of(problem: Problem, t: Any) -> tuple[Interval | None, Interval | 
 
 
 def bounds_launch(problem: Problem, t: Tensors, side: Side) -> Launch:
-    """The launch that writes the ``Bounds`` of a kernel's tiles."""
+    """The launch that writes the ``TileBounds`` of a kernel's tiles."""
     given = [_interval(*each) for each in zip(("row_keys", "key_rows"), _used(problem, t, side.over_keys), strict=True)]
     lengths = problem.seqlen_q, problem.seqlen_k
     if side.over_keys:
@@ -92,7 +92,7 @@ _LEAST_BLOCK = 16
 
 
 def most_bounds(problem: Problem, t: Tensors, *, over_keys: bool = False) -> int:
-    """Numbers of the ``Bounds`` of a side, whatever its tiles."""
+    """Numbers of the ``TileBounds`` of a side, whatever its tiles."""
     batch, heads, tiles = _shape(problem, t, Side(_LEAST_BLOCK, over_keys))
     return 4 * batch * heads * tiles
 

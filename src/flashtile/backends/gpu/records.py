@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.records import PACKED_ROWS, Alibi, Dropout, Mod, Rows
+from flashtile.backends.gpu.device.records import PACKED_ROWS, Dropout, Mod, Rows, SlopeTensor
 from flashtile.backends.gpu.launch import Launch, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.named import device_code
 from flashtile.call.problem import AHEAD, Problem
@@ -37,12 +37,12 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...], varlen: bool) -> 
 
 
 def rows_of(
-    name: str, tensor: Tensor, block_dim: int, desc: TensorMap | tuple[TensorMap, ...] | None = None, unit: int = 1
+    name: str, tensor: Tensor, block_dim: int, desc: TensorMap | tuple[TensorMap, ...] | None = None, vector: int = 1
 ) -> Rows:
     """The record of a tensor that is the operand ``name``; desc: as in ``Rows``."""
     strides = tensor.stride()
     batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
-    return Rows(pointer(tensor, name), desc, batch, row, head, tensor.shape[-1], block_dim, unit, len(strides) == 3)
+    return Rows(pointer(tensor, name), desc, batch, row, head, tensor.shape[-1], block_dim, vector, len(strides) == 3)
 
 
 def score_strides(tensor: Tensor) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ def alibi_of(problem: Problem, slopes: Tensor | None) -> Mod | None:
     if slopes is None:
         return None
     stride = problem.num_heads_q if slopes.dim() == 2 else 0
-    return Mod(mods.alibi, None, mods.slope_of_head, Alibi(pointer(slopes, "alibi_slopes"), stride))
+    return Mod(mods.alibi, None, mods.slope_of_head, SlopeTensor(pointer(slopes, "alibi_slopes"), stride))
 
 
 def table_launches(problem: Problem, t: Any) -> dict[str, Launch]:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.records import LOG2_E, Band, Call, Dropout, Heads, Mod, Rows, Sequences
+from flashtile.backends.gpu.device.records import LOG2_E, Call, Dropout, Heads, KeyBand, Mod, Rows, Sequences
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.masks import Masks
 from flashtile.backends.gpu.records import dropout_of, functions_of, named, score_strides
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.device.records import Keys, Mods, Output, PairTensor, Schedule, Slopes
+from flashtile.backends.hopper.device.records import ForwardSchedule, Keys, Mods, Output, PairTensor, Slopes
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_call import QuantizedTensors
 
@@ -89,7 +89,7 @@ def plain_mods(
         scale = LOG2_E
     elif problem.softmax_scale <= 0:
         scale, prescale = 1.0, scale
-    band = Band(*map(tensor_maps.side_of, (problem.band.left, problem.band.right, problem.band.chunk)))
+    band = KeyBand(*map(tensor_maps.side_of, (problem.band.left, problem.band.right, problem.band.chunk)))
     transforms, names = named(score_mod=score_mod, softcap=_known(softcap), alibi=_known(alibi), bias=_known(bias))
     masks, mask_names = named(mask=_known(mask), mask_mod=mask_mod)
     drops = _NO_DROPOUT
@@ -115,11 +115,11 @@ def _pair_tensor(name: str, tensor: Tensor, box: TensorMap | None) -> PairTensor
     return PairTensor(None, box._replace(operand=name), steps)
 
 
-def schedule_of(problem: Problem, config: Any, has_edges: bool) -> Schedule:
+def schedule_of(problem: Problem, config: Any, has_edges: bool) -> ForwardSchedule:
     """The tiles."""
     c = config
     cached_rows = _CACHED_BYTES // (problem.dtype.itemsize * (c.block_d + c.block_dv))
-    return Schedule(
+    return ForwardSchedule(
         Pointer(torch.int32, "counters") if c.dynamic else None, c.block_m, c.strip, c.pack_gqa, c.block_n,
         c.num_warpgroups, c.stages, c.q_stages, c.tile_stages, c.out_stages, c.score_stages, c.overlap, c.pingpong,
         c.in_turn, c.registers, has_edges, cached_rows, problem.cached and problem.varlen and not c.pingpong,

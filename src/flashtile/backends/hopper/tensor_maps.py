@@ -35,11 +35,12 @@ def is_readable(tensor: Tensor) -> bool:
     """Whether TMA can read it: on 16 bytes, rows of contiguous elements, all strides multiples of 16 bytes."""
     if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
         return False
-    unit = 16 // tensor.element_size()
-    if tensor.is_contiguous() and tensor.shape[-1] % unit == 0:
+    vector_width = 16 // tensor.element_size()
+    if tensor.is_contiguous() and tensor.shape[-1] % vector_width == 0:
         return True
     return all(
-        n <= 1 or (s > 0 and s % unit == 0) for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+        n <= 1 or (s > 0 and s % vector_width == 0)
+        for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
     )
 
 

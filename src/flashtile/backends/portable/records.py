@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.records import Band, Call, Dropout, Heads, Mod, Mods, Rows, ScoreTensor, Sequences
+from flashtile.backends.gpu.device.records import Call, Dropout, Heads, KeyBand, Mod, Mods, Rows, ScoreTensor, Sequences
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.masks import Masks
 from flashtile.backends.gpu.named import device_code
@@ -26,7 +26,7 @@ from flashtile.backends.gpu.records import (
 )
 from flashtile.backends.portable import config as tables
 from flashtile.backends.portable.config import PortableTiles, tile_dims
-from flashtile.backends.portable.device.records import Tiles, widths
+from flashtile.backends.portable.device.records import TileSizes, widths
 from flashtile.call.axes import is_aligned
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_call import QuantizedTensors
@@ -75,11 +75,11 @@ def call_of(
     block_d, block_dv = tile_dims(p)
     tensors = {"q": (t.q, config.block_m, block_d), "k": (t.k, config.block_n, block_d),
                "v": (t.v, config.block_n, block_dv), "dout": (dout, config.block_m, block_dv)}  # fmt: skip
-    unit = _unit((p.head_dim, p.head_dim_v), [x for x, _, _ in tensors.values() if x is not None])
+    vector_width = _vector_width((p.head_dim, p.head_dim_v), [x for x, _, _ in tensors.values() if x is not None])
     maps = descriptors({name: tensors[name] for name in described}, config)
 
     def rows(name: str, tensor: Tensor, block_dim: int) -> Rows:
-        return rows_of(name, tensor, block_dim, maps.get(name), unit)
+        return rows_of(name, tensor, block_dim, maps.get(name), vector_width)
 
     call = Call(
         rows("q", t.q, block_d), rows("k", t.k, block_d), rows("v", t.v, block_dv), *sequences_of(p, t), heads_of(p),
@@ -107,19 +107,20 @@ def _mods(
     has_own_slope: bool,
 ) -> Mods:  # fmt: skip
     """The transforms, masks and dropout of a call."""
-    p, unit, origins, bias, mask = problem, _score_unit(problem, t), pointer(t.origins, "origins"), None, None
+    p, vector_width, origins = problem, _score_vector_width(problem, t), pointer(t.origins, "origins")
+    bias, mask = None, None
     alibi = alibi_of(p, t.alibi_slopes)
     if alibi is not None and origins is not None:
         alibi = Mod(mods.alibi_of_part, None, mods.slope_of_part, (alibi.operands, origins, p.batch))
     if t.attn_bias is not None:
-        tensor = _score_tensor("attn_bias", t.attn_bias, unit)
+        tensor = _score_tensor("attn_bias", t.attn_bias, vector_width)
         tensor = tensor._replace(
             stride_b=Const(0) if bias_sums[0] else tensor.stride_b,
             stride_head=Const(0) if bias_sums[1] else tensor.stride_head,
         )
         bias = Mod(mods.bias, None, mods.tensor_of_head, tensor)
     if t.attn_mask is not None:
-        tensor = _score_tensor("attn_mask", t.attn_mask.view(torch.uint8), unit)
+        tensor = _score_tensor("attn_mask", t.attn_mask.view(torch.uint8), vector_width)
         mask = Mod(mods.select_tensor, None, mods.tensor_of_head, tensor)
     drops = dropout_of(p, t.rng_state, origins, has_ptx(p))
     score_mod, mask_mod = functions_of(p, t)
@@ -144,35 +145,35 @@ def plain_mods(problem: Problem, span: int, sinks: Tensor | None) -> Mods:
     )  # fmt: skip
 
 
-def band_of(problem: Problem, span: int) -> Band:
+def band_of(problem: Problem, span: int) -> KeyBand:
     """The band, cut to the number of rows and keys: a larger one has the same effect and could overflow."""
     of, most = problem.band, max(span, 1)
-    return Band(*(None if x is None else max(-most, min(most, x)) for x in (of.left, of.right, of.chunk)))
+    return KeyBand(*(None if x is None else max(-most, min(most, x)) for x in (of.left, of.right, of.chunk)))
 
 
-def _score_tensor(name: str, tensor: Tensor, unit: int) -> ScoreTensor:
+def _score_tensor(name: str, tensor: Tensor, vector_width: int) -> ScoreTensor:
     batch, head, row, column = score_strides(tensor)
-    return ScoreTensor(pointer(tensor, name), batch, head, row, Const(1) if column == 1 else column, unit)
+    return ScoreTensor(pointer(tensor, name), batch, head, row, Const(1) if column == 1 else column, vector_width)
 
 
-def _unit(dims: tuple[int, int], tensors: Sequence[Tensor]) -> int:
+def _vector_width(dims: tuple[int, int], tensors: Sequence[Tensor]) -> int:
     """The stride divisor that the kernel may assume where Triton finds no 16: 16 bytes, in elements; else 1."""
-    unit = 16 // tensors[0].element_size()
-    odd = all(dim % unit == 0 for dim in dims) and any(dim % 16 for dim in dims)
-    return unit if odd and all(map(is_aligned, tensors)) else 1
+    vector_width = 16 // tensors[0].element_size()
+    odd = all(dim % vector_width == 0 for dim in dims) and any(dim % 16 for dim in dims)
+    return vector_width if odd and all(map(is_aligned, tensors)) else 1
 
 
-def _score_unit(problem: Problem, tensors: Tensors) -> int:
-    """``ScoreTensor.UNIT`` of a call's mask and bias; a packed sequence may have any number of keys."""
+def _score_vector_width(problem: Problem, tensors: Tensors) -> int:
+    """``ScoreTensor.VECTOR`` of a call's mask and bias; a packed sequence may have any number of keys."""
     given = [x for x in (tensors.attn_mask, tensors.attn_bias) if x is not None]
     if problem.varlen or not given:
         return 1
     return math.gcd(16, problem.seqlen_k, *(stride for x in given for stride in score_strides(x)[:3]))
 
 
-def tiles_of(config: PortableTiles, together: int = 1) -> Tiles:
+def tiles_of(config: PortableTiles, together: int = 1) -> TileSizes:
     """A kernel's last argument; together: of ``heads_at_once``."""
-    return Tiles(together, config.block_m, config.block_n, config.one_loop, config.mask_all)
+    return TileSizes(together, config.block_m, config.block_n, config.one_loop, config.mask_all)
 
 
 def heads_at_once(problem: Problem, first: Tensor, second: Tensor) -> int:
@@ -205,9 +206,9 @@ def input_precision(problem: Problem) -> str:
 
 def describable(tensor: Tensor) -> bool:
     """Whether a tensor descriptor can read it: not empty, 16-byte aligned, and no dimension expanded."""
-    unit = 16 // tensor.element_size()
+    vector_width = 16 // tensor.element_size()
     strides = [stride for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
-    return tensor.numel() > 0 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in strides)
+    return tensor.numel() > 0 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % vector_width == 0 for s in strides)
 
 
 def descriptors(tensors: dict[str, Any], config: PortableTiles) -> dict[str, tuple[TensorMap, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Scale(NamedTuple):
+class HeadScale(NamedTuple):
     """Scales of 8-bit keys or values, float32 by head, or by entry and head.
 
     Attributes:
@@ -17,12 +17,12 @@ class Scale(NamedTuple):
     stride_b: Any
 
 
-class Scales(NamedTuple):
+class CacheScales(NamedTuple):
     """What a cache's numbers are to be multiplied by.
 
     Attributes:
-        k: ``Scale``, like v.
-        v: ``Scale`` of the values.
+        k: ``HeadScale``, like v.
+        v: ``HeadScale`` of the values.
         rows: ``Rows`` of the scales by row and 128 columns of values alone, which then are bytes; of Nones for none.
         EIGHT_BIT: Whether it holds 8-bit numbers; others have no scales.
         E5M2: Whether those are e5m2; else e4m3.
@@ -47,7 +47,7 @@ class Cache(NamedTuple):
         k: ``Rows`` (entries, rows, heads, dim), entries being sequences or pages; 8-bit ones as bytes to the kernel
             that appends, to others as int16 pairs of columns. None where they are read by TMA, like v.
         v: Likewise.
-        scales: ``Scales``.
+        scales: ``CacheScales``.
         new: ``Sequences`` of the keys that the call appends.
         cached: (batch,) int32, keys before this call; None where each sequence has an entry's ``capacity``.
         entries: (batch,) int32, which entry is the sequence's; None for its own number.
@@ -71,7 +71,7 @@ class Cache(NamedTuple):
     PAGE_SIZE: Any
 
 
-class Results(NamedTuple):
+class DecodeResults(NamedTuple):
     """Where results go beside the output.
 
     Attributes:
@@ -88,7 +88,7 @@ class Results(NamedTuple):
 
 
 class Splitting(NamedTuple):
-    """How keys are cut into splits, see ``config.Splitting``."""
+    """How keys are cut into splits, see ``config.SplitRule``."""
 
     programs: Any
     FEWEST_KEYS: Any
@@ -100,7 +100,7 @@ class Splitting(NamedTuple):
     FEWEST_OF_LONG: Any
 
 
-class Schedule(NamedTuple):
+class DecodeSchedule(NamedTuple):
     """Tiles, and how they are shared among programs.
 
     Attributes:
@@ -108,7 +108,7 @@ class Schedule(NamedTuple):
         BLOCK_N: Keys of a block.
         FOLD_ROWS: How many rows' stored states are folded at once, a power of two.
         AHEAD: States that are loaded at once: whole runs.
-        LANES: Neighbouring key heads with work cut alike, for as many programs to read their keys at the same time.
+        HEADS_IN_STEP: Neighbouring key heads with work cut alike, so that as many programs read their keys together.
         PATIENCE: How often a program looks whether the others of its tile have stored their states; 0 for never.
         splitting: ``Splitting``.
         most_rows: With packed queries, only sequences with so many packed rows a key head at most are computed; None if
@@ -122,7 +122,7 @@ class Schedule(NamedTuple):
     BLOCK_N: Any
     FOLD_ROWS: Any
     AHEAD: Any
-    LANES: Any
+    HEADS_IN_STEP: Any
     PATIENCE: Any
     splitting: Any
     most_rows: Any
@@ -131,7 +131,7 @@ class Schedule(NamedTuple):
     KEEPS: Any
 
 
-class Call(NamedTuple):
+class DecodeCall(NamedTuple):
     """Attention over a cache.
 
     Attributes:
@@ -140,8 +140,8 @@ class Call(NamedTuple):
         queries: ``Sequences`` of both.
         cache: ``Cache``.
         mods: ``Mods``.
-        results: ``Results``.
-        schedule: ``Schedule``.
+        results: ``DecodeResults``.
+        schedule: ``DecodeSchedule``.
         leftpad: (batch,) int32, the first key that counts; None for 0.
         causal: (batch,) bytes, whether a sequence's rows see no key past their own; None where all have one band.
         qv: ``Rows`` like out: queries; scores include their products with the values; of Nones without.
@@ -199,7 +199,7 @@ class Rotation(NamedTuple):
         queries: ``Sequences`` of q.
         num_heads_q: Query heads.
         starts: (batch,) int32, the position of each sequence's first new token.
-        causal: As of ``Call``, where all queries of a sequence that is not causal have the first position; else None.
+        causal: As in ``DecodeCall``, where all queries of a sequence that is not causal have the first position.
         cos: Contiguous (rows, DIM / 2).
         sin: Likewise.
         tree: (batch, tree_rows) int64, as in ``Tree``; None for no trees.

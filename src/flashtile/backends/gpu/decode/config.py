@@ -15,7 +15,7 @@ from flashtile.call.problem import Problem
 
 
 @dataclass(frozen=True)
-class Splitting:
+class SplitRule:
     """The rule that cuts keys into splits.
 
     A split's state goes through memory, head_dim_v + 2 floats for each row; so splits are as many as fill a device with
@@ -75,7 +75,7 @@ class DecodeTiles:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 2
-    splitting: Splitting = Splitting()
+    splitting: SplitRule = SplitRule()
     specialised: bool = False
 
     def options(self) -> dict[str, int]:
@@ -106,7 +106,7 @@ def choose(problem: Problem, *, few: bool = False) -> DecodeTiles:
     if (held := tried("decode")) is not None:
         return held
     if problem.device_type == "cpu":
-        return DecodeTiles(16, 16, 4, 1, 1, Splitting(programs=8, fewest_keys=16, most_keys=64, most_splits=8))
+        return DecodeTiles(16, 16, 4, 1, 1, SplitRule(programs=8, fewest_keys=16, most_keys=64, most_splits=8))
     dim, block_m = max(problem.head_dim, problem.head_dim_v), FEW_ROWS if few else rows_of_tile(problem)
     if dim > 256:
         return _big(problem, few=few)
@@ -124,16 +124,16 @@ def choose(problem: Problem, *, few: bool = False) -> DecodeTiles:
         # 128 rows of an 8-bit cache at head_dim 128 take 104 KB (Triton 3.7.1), and of any spill 500 bytes.
         return DecodeTiles(min(block_m, 64), block_n // 2, 4 if block_m <= 16 else 8, 2)
     if block_m <= 16:
-        return DecodeTiles(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_of_long=256))
+        return DecodeTiles(block_m, block_n, 4, stages + 2 * is_gathered, 2, SplitRule(fewest_of_long=256))
     if block_m == 32 and dim <= 128:
-        return DecodeTiles(block_m, block_n, 4, stages + 2 * is_gathered, 2, Splitting(fewest_keys=128))
+        return DecodeTiles(block_m, block_n, 4, stages + 2 * is_gathered, 2, SplitRule(fewest_keys=128))
     if 32 < hopper_rows(problem) <= 64 < dim <= 128:
         # Two programs that spill 250 bytes take a third less time than one that does not: docs/tuning-notes.md.
-        rule = Splitting(fewest_keys=128, most_splits=16)
+        rule = SplitRule(fewest_keys=128, most_splits=16)
         return DecodeTiles(block_m, 32, 4, 4 + 2 * is_gathered, 2, rule)
     # Registers and shared memory hold one program, or two of 64 rows at head_dim 64, and runs of 2 splits.
     wide = dim <= 128 and 64 < hopper_rows(problem) <= 128
-    rule = Splitting(fewest_keys=256 if wide or block_m == 128 else 128, most_splits=16, run=2 if wide else 4)
+    rule = SplitRule(fewest_keys=256 if wide or block_m == 128 else 128, most_splits=16, run=2 if wide else 4)
     per_sm = 2 if wide and block_m == 64 else 1
     return DecodeTiles(block_m, block_n, 8 // per_sm, stages + 2 * is_gathered, per_sm, rule)
 

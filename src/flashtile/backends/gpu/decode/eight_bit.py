@@ -15,7 +15,7 @@ def decoded(codes):
 
 @triton.jit
 def halves(pairs, scales):
-    """The first and the second number of int16 pairs, as float16, of a cache with ``Scales``.
+    """The first and the second number of int16 pairs, as float16, of a cache with ``CacheScales``.
 
     An e5m2 number is the upper byte of a float16 one.
     """

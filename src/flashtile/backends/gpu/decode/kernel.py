@@ -21,7 +21,7 @@ from flashtile.backends.gpu.decode import eight_bit, states, work
 from flashtile.backends.gpu.device import masks, mods, softmax
 
 
-class Place(NamedTuple):
+class TilePlace(NamedTuple):
     """A tile.
 
     Attributes:
@@ -39,7 +39,7 @@ class Place(NamedTuple):
     first_page: Any = 0
 
 
-class Rows(NamedTuple):
+class TileRows(NamedTuple):
     """The rows of a tile; only passed as an argument, since first may be None.
 
     Attributes:
@@ -108,7 +108,7 @@ def load_block(cache, base, place, inside):
     """A block [BLOCK_N, BLOCK_DIM] of keys or values; what is not ``inside``, and columns past DIM, are 0.
 
     Args:
-        cache: ``Rows``.
+        cache: ``TileRows``.
         base: Address of its entry and head.
         place: What ``place_block`` says.
         inside: [BLOCK_N].
@@ -369,7 +369,7 @@ def attend(place, rows, part, head, call):
 
 @triton.jit
 def load_queries(b, first_row, row, h, exists, q, FIRST: tl.constexpr, STEP: tl.constexpr):
-    """Packed rows of ``Rows``: ``row`` of the sequence and query head ``h`` of each; 0 where not ``exists``.
+    """Packed rows of ``TileRows``: ``row`` of the sequence and query head ``h`` of each; 0 where not ``exists``.
 
     [BLOCK_M, BLOCK_DIM / STEP]: every STEP-th column from FIRST on.
     """
@@ -383,7 +383,7 @@ def load_queries(b, first_row, row, h, exists, q, FIRST: tl.constexpr, STEP: tl.
 
 @triton.jit
 def load_rows(place, first_row, row, h, exists, q, scale, EIGHT_BIT: tl.constexpr, call):
-    """Queries as ``Rows`` has them: the columns, or the even and the odd ones with a factor of their products."""
+    """Queries as ``TileRows`` has them: the columns, or the even and the odd ones with a factor of their products."""
     if not EIGHT_BIT:
         even = load_queries(place.b, first_row, row, h, exists, q, 0, 1)
         odd, factor = even, 1.0
@@ -441,7 +441,9 @@ def attend_tile(place, shape, row, h, part, head, call):
         )
     acc, row_max, row_sum = attend(
         place,
-        Rows(q, q_odd, q_scale, qv, qv_odd, qv_scale, i, shape.low, shape.high, first, last, clear_first, clear_last),
+        TileRows(
+            q, q_odd, q_scale, qv, qv_odd, qv_scale, i, shape.low, shape.high, first, last, clear_first, clear_last
+        ),
         part,
         head,
         call,
@@ -522,7 +524,7 @@ def run_tile(place, state, stop_state, b, slots_before, tiles_before, waits, sha
     BLOCK_M: tl.constexpr = call.schedule.BLOCK_M
     # Rows past the last packed sequence have no keys, but addresses must exist for them too.
     valid_b, h_kv, first = place.b, place.h_kv, place.first
-    place = Place(valid_b, work.entry_of(valid_b, call), h_kv, first, work.first_page_of(valid_b, call))
+    place = TilePlace(valid_b, work.entry_of(valid_b, call), h_kv, first, work.first_page_of(valid_b, call))
     packed, col = first + tl.arange(0, BLOCK_M), tl.arange(0, call.out.BLOCK_DIM)[None, :]
     row, h, _exists = work.rows_of_tile(packed, h_kv, shape.num_rows, call.GROUP)
     first_block, stop_block = work.blocks_of(valid_b, first, state, stop_state, shape, call)
@@ -550,15 +552,15 @@ def run_tile(place, state, stop_state, b, slots_before, tiles_before, waits, sha
 
 @triton.jit
 def cache_attention(call):
-    """Attention over a cache, of a ``call.Call``; persistent: as many programs as the device runs at once."""
+    """Attention over a cache, of a ``call.DecodeCall``; persistent: as many programs as the device runs at once."""
     SEARCH: tl.constexpr = call.schedule.SEARCH
     spans = work.span_of(tl.full((), 0, tl.int32) if SEARCH == 1 else tl.arange(0, SEARCH), call)
     sizing, at, stop = work.share_of(spans, call)
-    # This program's part of the items: those that begin in its share of the cost of a lane's.
+    # This program's part of the items: those that begin in its share of the cost.
     while at < stop:
         exists, at, b, slots_before, tiles_before, shape, h_kv, first, state, stop_state = work.next_part(
             at, stop, spans, sizing, call
         )
         if exists:
-            place = Place(tl.minimum(b, call.queries.count - 1), 0, h_kv, first)
+            place = TilePlace(tl.minimum(b, call.queries.count - 1), 0, h_kv, first)
             run_tile(place, state, stop_state, b, slots_before, tiles_before, at >= stop, shape, call)

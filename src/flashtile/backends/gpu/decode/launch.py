@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.decode import records
-from flashtile.backends.gpu.decode.call import Call
+from flashtile.backends.gpu.decode.call import DecodeCall
 from flashtile.backends.gpu.decode.config import DecodeTiles, choose
 from flashtile.backends.gpu.host import kept
 from flashtile.backends.gpu.launch import Launch
@@ -77,7 +77,7 @@ def attend(problem: Problem, tensors: CacheTensors, *, few: bool = False) -> lis
     return [attention(problem, tensors, choose(problem, few=few), few=few)]
 
 
-class Bounds:
+class WorkLimits:
     """The most that a call may need, whatever its lengths turn out to be.
 
     Attributes:
@@ -143,18 +143,18 @@ def zeros(device: torch.device, count: int) -> Tensor:
 
 def attention_call(
     problem: Problem, tensors: CacheTensors, config: DecodeTiles, num_sms: int, *, few: bool = False
-) -> tuple[Call, int]:
+) -> tuple[DecodeCall, int]:
     """The records of the attention, and the number of its programs; see ``attention_launch``."""
-    p, bounds, lanes = problem, Bounds(problem, tensors, config), lanes_of(problem, config, num_sms)
-    most = max(num_sms * config.programs_per_sm // lanes, 1) * lanes
+    p, bounds, heads_in_step = problem, WorkLimits(problem, tensors, config), heads_in_step_of(problem, config, num_sms)
+    most = max(num_sms * config.programs_per_sm // heads_in_step, 1) * heads_in_step
     return (
-        records.call_of(p, tensors, config, bounds.slots, lanes, few=few),
-        min(-(-bounds.items // lanes) * lanes, most),
+        records.call_of(p, tensors, config, bounds.slots, heads_in_step, few=few),
+        min(-(-bounds.items // heads_in_step) * heads_in_step, most),
     )
 
 
-def lanes_of(problem: Problem, config: DecodeTiles, num_sms: int) -> int:
-    """``Schedule.LANES``, which divides the key heads, and the programs of an architecture's usual device.
+def heads_in_step_of(problem: Problem, config: DecodeTiles, num_sms: int) -> int:
+    """``DecodeSchedule.HEADS_IN_STEP``: it divides the key heads, and the programs of the architecture's usual device.
 
     So one build serves all devices of an architecture: others leave a few multiprocessors of such programs out.
     """
@@ -188,7 +188,7 @@ def attention(
     **few: bool,
 ) -> Attention:
     """A launch of the attention, as ``attention_launch``, with what it needs."""
-    bounds = Bounds(problem, t, config)
+    bounds = WorkLimits(problem, t, config)
     made = launch(problem, t, config, multiprocessors(t.q.device), **few)
     return Attention(made, bounds.floats, bounds.counters)
 

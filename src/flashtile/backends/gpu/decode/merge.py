@@ -17,14 +17,14 @@ _ROWS = 16
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class State(NamedTuple):
+class StateTensors(NamedTuple):
     """Contiguous out (batch, seqlen, num_heads, DIM) of any float dtype, and lse (batch, num_heads, seqlen) float32."""
 
     out: Any
     lse: Any
 
 
-class Shape(NamedTuple):
+class StateSizes(NamedTuple):
     """Sizes of the states.
 
     Attributes:
@@ -68,9 +68,10 @@ def _plan(
     *_, seqlen, num_heads, dim = shape
     rows, states = shape.numel() // dim, {"a": dtype_a, "b": dtype_b, "merged": dtype_a}
     arguments: dict[str, Any] = {
-        name: State(Pointer(dtype, name), Pointer(torch.float32, f"lse_{name}")) for name, dtype in states.items()
+        name: StateTensors(Pointer(dtype, name), Pointer(torch.float32, f"lse_{name}"))
+        for name, dtype in states.items()
     }
-    arguments["shape"] = Shape(rows, seqlen, num_heads, dim, max(16, 1 << (dim - 1).bit_length()), _ROWS)
+    arguments["shape"] = StateSizes(rows, seqlen, num_heads, dim, max(16, 1 << (dim - 1).bit_length()), _ROWS)
     launch = Launch(_kernels.merge_states, -(-rows // _ROWS), arguments, {"num_warps": 4, "num_stages": 1})
     memory = {"merged": empty(device, shape, dtype_a), "lse_merged": empty(device, lse_shape)}
     return Plan(device, lambda *_: (memory, {"merge_states": launch}))

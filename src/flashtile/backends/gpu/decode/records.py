@@ -9,17 +9,17 @@ from torch import Tensor
 
 from flashtile.backends.gpu.decode.call import (
     Cache,
-    Call,
+    CacheScales,
+    DecodeCall,
+    DecodeResults,
+    DecodeSchedule,
+    HeadScale,
     New,
-    Results,
     Rotation,
-    Scale,
-    Scales,
-    Schedule,
     Splitting,
 )
 from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, DecodeTiles, bounded, hopper_rows
-from flashtile.backends.gpu.device.records import Band, Mod, Mods, Rows, Sequences, Tree
+from flashtile.backends.gpu.device.records import KeyBand, Mod, Mods, Rows, Sequences, Tree
 from flashtile.backends.gpu.launch import Pointer, pointer
 from flashtile.backends.gpu.masks import intervals_of
 from flashtile.backends.gpu.named import device_code
@@ -33,15 +33,17 @@ HEADS_AT_ONCE = 16
 mods = device_code("flashtile.backends.gpu.device.mods")
 
 
-def call_of(problem: Problem, tensors: CacheTensors, config: DecodeTiles, slots: int, lanes: int, *, few: bool) -> Call:
-    """The attention's ``Call``.
+def call_of(
+    problem: Problem, tensors: CacheTensors, config: DecodeTiles, slots: int, heads_in_step: int, *, few: bool
+) -> DecodeCall:
+    """The attention's ``DecodeCall``.
 
     Args:
         problem: The call.
         tensors: Its tensors; k and v are read by TMA if the tiles are ``specialised``.
         config: The tiles.
         slots: Slots of the workspace, 0 if nothing is ever split.
-        lanes: As in ``Schedule``.
+        heads_in_step: As in ``DecodeSchedule``.
         few: Whether packed sequences of ``FEW_ROWS`` with more than ``LONG_KEYS`` alone are computed.
     """
     p, t = problem, tensors
@@ -50,13 +52,13 @@ def call_of(problem: Problem, tensors: CacheTensors, config: DecodeTiles, slots:
     block_d, block_dv = padded(p.head_dim, least), padded(p.head_dim_v, least)
     block_d, block_dv = max(block_d, min(block_dv, 64)), max(block_dv, min(block_d, 64))
     cache = cache_of(p, t, None if config.specialised else torch.int16, block_d, block_dv)
-    results = Results(Pointer(torch.float32, "lse"), None, None, None)
+    results = DecodeResults(Pointer(torch.float32, "lse"), None, None, None)
     if slots:
         stats = Pointer(torch.float32, "acc", 4 * slots * p.head_dim_v)
-        results = Results(results.lse, Pointer(torch.float32, "acc"), stats, Pointer(torch.int32, "counters"))
-    return Call(
+        results = DecodeResults(results.lse, Pointer(torch.float32, "acc"), stats, Pointer(torch.int32, "counters"))
+    return DecodeCall(
         rows_of(*queries_of(t), block_d), rows_of("out", t.out, block_dv),
-        _queries(p, t), cache, _mods(p, t), results, _schedule(p, config, lanes, few),
+        _queries(p, t), cache, _mods(p, t), results, _schedule(p, config, heads_in_step, few),
         indices(t.cache_leftpad, "cache_leftpad"), _causal(t), _value_queries(t, block_dv), pointer(t.sinks, "sinks"),
         p.num_heads_kv, p.group_size,
     )  # fmt: skip
@@ -82,7 +84,7 @@ def cache_of(problem: Problem, t: CacheTensors, as_8_bit: torch.dtype | None, bl
     bounds = None if t.k is None else indices(t.cu_seqlens_k_new, "cu_seqlens_k_new")
     new = Sequences(bounds, p.batch, 0 if t.k is None or bounds is not None else t.k.shape[1])
     return Cache(
-        k, v, Scales(of_k, of_v, of_rows, is_8_bit, e5m2, bits, by_page), new,
+        k, v, CacheScales(of_k, of_v, of_rows, is_8_bit, e5m2, bits, by_page), new,
         indices(t.cache_seqlens, "cache_seqlens"), indices(t.cache_batch_idx, "cache_batch_idx"), p.seqlen_k,
         pages_of(t), 0 if t.page_table is None else t.page_table.stride(0), indices(t.page_indptr, "page_indptr"),
         p.page_size,
@@ -138,8 +140,8 @@ def _value_queries(t: CacheTensors, block_dv: int) -> Rows:
     return Rows(*[None] * len(Rows._fields)) if t.qv is None else rows_of("qv", t.qv, block_dv)
 
 
-def _scale(name: str, scale: Tensor | None) -> Scale:
-    return Scale(pointer(scale, name), scale.stride(0) if scale is not None and scale.dim() == 2 else 0)
+def _scale(name: str, scale: Tensor | None) -> HeadScale:
+    return HeadScale(pointer(scale, name), scale.stride(0) if scale is not None and scale.dim() == 2 else 0)
 
 
 def _causal(t: CacheTensors) -> Pointer | None:
@@ -167,15 +169,15 @@ def _mods(problem: Problem, t: CacheTensors) -> Mods:
     )  # fmt: skip
 
 
-def _band(problem: Problem) -> Band:
+def _band(problem: Problem) -> KeyBand:
     """The band; its chunks are added to positions: longer ones than a sequence have the same effect."""
     band, most = problem.band, max(problem.seqlen_k, 1)
     if band.chunk is None:
-        return Band(band.left, band.right)
-    return Band(*(None if x is None else min(x, most) for x in (band.left, band.right, band.chunk)))
+        return KeyBand(band.left, band.right)
+    return KeyBand(*(None if x is None else min(x, most) for x in (band.left, band.right, band.chunk)))
 
 
-def _schedule(problem: Problem, config: DecodeTiles, lanes: int, few: bool) -> Schedule:
+def _schedule(problem: Problem, config: DecodeTiles, heads_in_step: int, few: bool) -> DecodeSchedule:
     p, cut = problem, config.splitting
     rows = config.block_m if p.varlen else min(config.block_m, p.seqlen_q * p.group_size)
     fold_rows = min(power_of_two(rows), 4)
@@ -187,15 +189,15 @@ def _schedule(problem: Problem, config: DecodeTiles, lanes: int, few: bool) -> S
     if p.varlen and not config.specialised:
         most_rows, above_keys = (FEW_ROWS, LONG_KEYS) if few else (2**30, -1)
     search = search_of(p.batch, p.varlen, 64 if config.specialised else 32)
-    return Schedule(
-        config.block_m, config.block_n, fold_rows, ahead, lanes, 64 if p.device_type == "cuda" else 1,
+    return DecodeSchedule(
+        config.block_m, config.block_n, fold_rows, ahead, heads_in_step, 64 if p.device_type == "cuda" else 1,
         Splitting(*dataclasses.astuple(cut)), most_rows, above_keys, search,
         config.block_m * padded(p.head_dim_v) <= 16 * 128,
     )  # fmt: skip
 
 
 def search_of(batch: int, packed: bool, least: int) -> int:
-    """``Schedule.SEARCH``: few widths, as each has a build, which would be compiled while a server runs.
+    """``DecodeSchedule.SEARCH``: few widths, as each has a build, which would be compiled while a server runs.
 
     32 take no longer than 2, as each warp sums them alone; where one warp does all, 64 are two for each thread.
     A step of 48 sequences takes 1.04 times as long with 256 as with 64.

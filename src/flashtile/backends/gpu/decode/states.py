@@ -48,9 +48,9 @@ def fold_stored(slot, pitch, shape, count, call, ROWS: tl.constexpr, AHEAD: tl.c
     Args:
         slot: int64, the first row's slot of the first state.
         pitch: Slots from one state to the next.
-        shape: ``Shape``; at least 2 states.
+        shape: ``SequenceWork``; at least 2 states.
         count: Rows that there are, from this one on.
-        call: ``Call``.
+        call: ``DecodeCall``.
         ROWS: Rows at once, a power of two.
         AHEAD: States that are loaded at once, whole runs.
     """
@@ -171,7 +171,7 @@ def count_bits(x):
 
 @triton.jit
 def merge_states(a, b, merged, shape):
-    """Writes the ``merge.State`` merged of two others, a and b."""
+    """Writes the ``merge.StateTensors`` merged of two others, a and b."""
     DIM: tl.constexpr = shape.DIM
     row = tl.program_id(0) * shape.ROWS + tl.arange(0, shape.ROWS)
     exists = row < shape.rows

@@ -10,7 +10,7 @@ import triton.language as tl
 from flashtile.backends.gpu.device import masks, mods
 
 
-class Shape(NamedTuple):
+class SequenceWork(NamedTuple):
     """Lengths of one sequence, or of many, and how their work is cut into items; before that cut, a span.
 
     Attributes:
@@ -54,7 +54,7 @@ class Sizing(NamedTuple):
 
 @triton.jit
 def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
-    """Splits of a tile and keys of each, by ``config.Splitting``'s numbers.
+    """Splits of a tile and keys of each, by ``config.SplitRule``'s numbers.
 
     Args:
         keys: That some row may keep.
@@ -119,19 +119,19 @@ def span_of(b, call):
     keys = tl.where(low < high, high - low // BLOCK_N * BLOCK_N, 0)
     tiles = (each * GROUP + BLOCK_M - 1) // BLOCK_M
     num_splits, chunk = cut(keys, each * GROUP, tiles, call.num_heads_kv, BLOCK_N, call.schedule.splitting)
-    return Shape(first_row, num_rows, low, high, tl.where(num_rows > 0, tiles, 0), num_splits, chunk)
+    return SequenceWork(first_row, num_rows, low, high, tl.where(num_rows > 0, tiles, 0), num_splits, chunk)
 
 
 @triton.jit
 def shape_of(span, sizing, call):
-    """The ``Shape`` of a span."""
+    """The ``SequenceWork`` of a span."""
     RUN: tl.constexpr = call.schedule.splitting.RUN
     state_splits = tl.where(RUN * span.chunk <= sizing.run_keys, RUN, 1)
     num_states = tl.where(state_splits == RUN, (span.num_splits + RUN - 1) // RUN, span.num_splits)
     num_items = num_states
     if sizing.grain > 1:
         num_items = (num_states + sizing.grain - 1) // sizing.grain
-    return Shape(
+    return SequenceWork(
         span.first_row, span.num_rows, span.low, span.high, span.num_tiles, span.num_splits, span.chunk,
         num_states, state_splits, num_items, sizing.grain,
     )  # fmt: skip
@@ -145,10 +145,10 @@ def cost_of(shape, call):
 
 @triton.jit
 def work_of(span, sizing, call):
-    """The items of a lane of a sequence, their cost, and the cost of the costliest."""
+    """The items of a sequence's heads in step, their cost, and the cost of the costliest."""
     shape = shape_of(span, sizing, call)
     cost = cost_of(shape, call)
-    items = shape.num_tiles * (call.num_heads_kv // call.schedule.LANES) * shape.num_items
+    items = shape.num_tiles * (call.num_heads_kv // call.schedule.HEADS_IN_STEP) * shape.num_items
     return items, items.to(tl.int64) * cost, tl.where(items > 0, cost, 0)
 
 
@@ -162,7 +162,7 @@ def rest_of(spans, call):
     if call.queries.cu_seqlens is not None and call.schedule.SEARCH >= 256:
         span = span_of(call.queries.count, call)
         tiles = tl.where(call.queries.count == call.schedule.SEARCH, span.num_tiles, 0)
-        rest = Shape(span.first_row, span.num_rows, span.low, span.high, tiles, span.num_splits, span.chunk)
+        rest = SequenceWork(span.first_row, span.num_rows, span.low, span.high, tiles, span.num_splits, span.chunk)
     return rest
 
 
@@ -187,13 +187,13 @@ def all_work(spans, rest, sizing, call):
 
 @triton.jit
 def plan_items(spans, call):
-    """The ``Sizing`` of a lane's items, their number, and the cost of all.
+    """The ``Sizing`` of the items of heads in step, their number, and the cost of all.
 
     Items of runs store fewer states, items of splits keep more programs busy. One item a program is best, as each item
     has a fixed cost. Where there are more, or they differ in cost, long sequences are cut into splits, to balance.
     """
     LONG: tl.constexpr = 1024
-    teams = tl.num_programs(0) // call.schedule.LANES
+    teams = tl.num_programs(0) // call.schedule.HEADS_IN_STEP
     run_keys, grain, rest = tl.cast(2**30, tl.int32), tl.cast(1, tl.int32), rest_of(spans, call)
     items, cost, most = all_work(spans, rest, Sizing(run_keys, grain), call)
     if items * 8 < teams * 7:
@@ -210,13 +210,13 @@ def plan_items(spans, call):
 
 @triton.jit
 def share_of(spans, call):
-    """The ``Sizing`` of a lane's items, and where this program's share of their cost begins and stops.
+    """The ``Sizing`` of the items of heads in step, and where this program's share of their cost begins and stops.
 
     If items are fewer than programs, each goes to a program of its own as far as they cost the same.
     """
-    LANES: tl.constexpr = call.schedule.LANES
+    HEADS_IN_STEP: tl.constexpr = call.schedule.HEADS_IN_STEP
     sizing, items, cost = plan_items(spans, call)
-    teams, team = tl.minimum(tl.num_programs(0) // LANES, items), tl.program_id(0) // LANES
+    teams, team = tl.minimum(tl.num_programs(0) // HEADS_IN_STEP, items), tl.program_id(0) // HEADS_IN_STEP
     has_share, teams = team < teams, tl.maximum(teams, 1)
     return sizing, tl.where(has_share, cost * team // teams, 0), tl.where(has_share, cost * (team + 1) // teams, 0)
 
@@ -226,13 +226,13 @@ def next_part(at, stop, spans, sizing, call):
     """The items of the next tile that begin between costs ``at`` and ``stop``.
 
     Returns:
-        Whether there are any; the cost after them; the sequence, the slots and the tiles before it, and its ``Shape``;
-        the key head, the first packed row, the first state and their end.
+        Whether there are any; the cost after them; the sequence, the slots and the tiles before it, and its
+        ``SequenceWork``; the key head, the first packed row, the first state and their end.
     """
-    LANES: tl.constexpr = call.schedule.LANES
+    HEADS_IN_STEP: tl.constexpr = call.schedule.HEADS_IN_STEP
     b, before, slots_before, tiles_before = find_sequence(at, spans, sizing, call)
     shape = shape_of(span_of(b, call), sizing, call)
-    cost, tiles = cost_of(shape, call).to(tl.int64), shape.num_tiles * (call.num_heads_kv // LANES)
+    cost, tiles = cost_of(shape, call).to(tl.int64), shape.num_tiles * (call.num_heads_kv // HEADS_IN_STEP)
     # The first item that begins here, and the end of those that do.
     begin = ((at - before + cost - 1) // cost).to(tl.int32)
     end = tl.minimum(((stop - before + cost - 1) // cost).to(tl.int32), tiles * shape.num_items)
@@ -241,23 +241,24 @@ def next_part(at, stop, spans, sizing, call):
     after = before + (begin + stop_item - item) * cost
     after = tl.where(begin < end, after, tl.minimum(before + tiles * shape.num_items * cost, stop))
     num_tiles = tl.maximum(shape.num_tiles, 1)
-    h_kv, first = tile // num_tiles * LANES + tl.program_id(0) % LANES, tile % num_tiles * call.schedule.BLOCK_M
+    h_kv = tile // num_tiles * HEADS_IN_STEP + tl.program_id(0) % HEADS_IN_STEP
+    first = tile % num_tiles * call.schedule.BLOCK_M
     state, stop_state = item * shape.item_states, tl.minimum(stop_item * shape.item_states, shape.num_states)
     return begin < end, after, b, slots_before, tiles_before, shape, h_kv, first, state, stop_state
 
 
 @triton.jit
 def find_sequence(at, spans, sizing, call):
-    """The sequence in which a lane's work stands at a cost of ``at``; and the cost, the slots and the tiles before it.
+    """The sequence where work stands at a cost of ``at``; and the cost, the slots and the tiles before it.
 
-    Slots are rows of the workspace. They and tiles are counted over all lanes.
+    Slots are rows of the workspace. They and tiles are counted over all heads.
     """
     found, tiles_before = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     cost_before, slots_before = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     if call.schedule.SEARCH > 1:
         shape = shape_of(spans, sizing, call)
         heads = call.num_heads_kv
-        items = shape.num_tiles * (heads // call.schedule.LANES) * shape.num_items
+        items = shape.num_tiles * (heads // call.schedule.HEADS_IN_STEP) * shape.num_items
         cost = items.to(tl.int64) * cost_of(shape, call)
         slots = tl.where(shape.num_states > 1, shape.num_states * shape.num_rows, 0).to(tl.int64)
         earlier = tl.cumsum(cost, 0) <= at

@@ -13,7 +13,7 @@ _WIDE_PRODUCT = tl.constexpr("{ .reg .b64 both; mul.wide.u32 both, $2, 0xD256D19
 
 
 @triton.jit
-def cipher_of(call, b, h):
+def philox_key_of(call, b, h):
     """(key, a, b) for a head of a sequence; () without dropout. b may be past the last packed sequence."""
     if call.mods.dropout.rng_state_ptr is None:
         return ()
@@ -30,9 +30,9 @@ def cipher_of(call, b, h):
 
 
 @triton.jit
-def words(cipher, rows, keys, PTX: tl.constexpr):
+def words(philox_key, rows, keys, PTX: tl.constexpr):
     """The two words of each counter. rows and keys are results of ``without_8``, and broadcast."""
-    key, a, b = cipher[0], cipher[1] ^ rows.to(tl.uint32), cipher[2] ^ keys.to(tl.uint32)
+    key, a, b = philox_key[0], philox_key[1] ^ rows.to(tl.uint32), philox_key[2] ^ keys.to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
         upper, lower = product(a, PTX)
         a, b = upper ^ key ^ b, lower
@@ -63,7 +63,7 @@ def without_8(places):
 
 
 @triton.jit
-def keep_tile(dropout, cipher, b, row, key, M: tl.constexpr, N: tl.constexpr):
+def keep_tile(dropout, philox_key, b, row, key, M: tl.constexpr, N: tl.constexpr):
     """Which probabilities are kept, bool, for M rows from ``row`` and N keys from ``key``, all multiples of 16."""
     limit = dropout.threshold.to(tl.uint32, bitcast=True)
     if dropout.origins_ptr is not None or M == 16 or N == 16:
@@ -76,12 +76,12 @@ def keep_tile(dropout, cipher, b, row, key, M: tl.constexpr, N: tl.constexpr):
         # in the whole. Also, from numbers that are joined and masked by bytes, Triton 3.6 and 3.7 make operands with
         # eight neighbours per thread along the sum: a sum over 16 is then in half of a warp's threads, and again in the
         # other half, where it is added twice.
-        first, second = words(cipher, without_8(rows), without_8(keys), dropout.PTX)
+        first, second = words(philox_key, without_8(rows), without_8(keys), dropout.PTX)
         word = tl.where((rows & 8) == 0, first, second)
         kept = tl.where((keys & 8) == 0, word << 16, word) >= limit
     else:
         rows, keys = row // 2 + tl.arange(0, M // 2)[:, None], key // 2 + tl.arange(0, N // 2)[None, :]
-        first, second = words(cipher, rows, keys, dropout.PTX)
+        first, second = words(philox_key, rows, keys, dropout.PTX)
         halves = tl.join(tl.join(first << 16, second << 16), tl.join(first, second))  # [.., row's 8, key's 8]
         eights = halves.reshape(M // 16, 8, N // 16, 8, 2, 2).permute(0, 4, 1, 2, 5, 3)
         kept = eights.reshape(M, N) >= limit

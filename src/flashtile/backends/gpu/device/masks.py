@@ -5,7 +5,7 @@ that no interval reaches, by bounds: four numbers for each tile of rows or of ke
 beforehand. Blocks that an interval cuts are masked by pair.
 
 A list has the blocks of keys that a block of rows keeps, or the reverse; see ``mods.block_mask``. A loop over a list is
-a loop over a range of positions, and ``number_of`` gives the block at a position. A list has partial blocks first, in
+a loop over a range of positions, and ``block_at`` gives the block at a position. A list has partial blocks first, in
 which the mask's function or bits decide, and then full blocks.
 """
 
@@ -120,7 +120,7 @@ def _others_bounds(others, b, h, first, stop, table):
 
 @triton.jit
 def interval_bounds(own, others, table):
-    """The ``Bounds`` of one tile of one head.
+    """The ``TileBounds`` of one tile of one head.
 
     Args:
         own: ``Interval`` for the tiles' side, or None.
@@ -192,7 +192,7 @@ def positions_of(lists, b, h, first, exists, length, TILE: tl.constexpr):
 
 
 @triton.jit
-def number_of(position, lists, TILE: tl.constexpr):
+def block_at(position, lists, TILE: tl.constexpr):
     """The tile of the other side at a position; if ``lists`` is None, the position itself."""
     number = position
     if lists is not None:

@@ -159,7 +159,7 @@ def quick_softcap(scores, cap, twice_log2e_over_cap):
 
 @triton.jit
 def slope_of_head(slopes, at):
-    """The slope for ``alibi``, from ``Alibi``."""
+    """The slope for ``alibi``, from ``SlopeTensor``."""
     return tl.load(slopes.ptr + at.b * slopes.stride_b + at.h).to(tl.float32)
 
 
@@ -171,7 +171,7 @@ def alibi(scores, slope, at):
 
 @triton.jit
 def slope_of_part(parts, at):
-    """The ``PartSlope`` from ``Alibi``, origins (``core.masks.Origin``) and the number of sequences."""
+    """The ``PartSlope`` from ``SlopeTensor``, origins (``core.masks.Origin``) and the number of sequences."""
     slopes, origins_ptr, num_sequences = parts
     exists, origin = at.b < num_sequences, origins_ptr + at.b * 6
     slope = tl.load(slopes.ptr + at.b * slopes.stride_b + at.h, mask=exists, other=0.0).to(tl.float32)
@@ -260,11 +260,11 @@ def select_band(x, band, at, fill):
 @triton.jit
 def tensor_of_head(tensor, at):
     """The ``HeadTensor`` for a ``ScoreTensor``."""
-    stride_b, stride_head = multiple(tensor.stride_b, tensor.UNIT), multiple(tensor.stride_head, tensor.UNIT)
-    stride_row = multiple(tensor.stride_row, tensor.UNIT)
+    stride_b, stride_head = multiple(tensor.stride_b, tensor.VECTOR), multiple(tensor.stride_head, tensor.VECTOR)
+    stride_row = multiple(tensor.stride_row, tensor.VECTOR)
     first = tiles.base(tensor.ptr, at.b, 0, at.h, stride_b, 0, stride_head)
     base = first - tl.cast(at.seqlen_k - at.seqlen_q, tl.int64) * stride_row
-    return HeadTensor(base, stride_row, tensor.stride_col, multiple(at.seqlen_k, tensor.UNIT))
+    return HeadTensor(base, stride_row, tensor.stride_col, multiple(at.seqlen_k, tensor.VECTOR))
 
 
 @triton.jit
@@ -305,9 +305,9 @@ def select_tree(x, tree, at, fill):
 
 
 @triton.jit
-def multiple(x, UNIT: tl.constexpr):
-    """A number that the compiler then treats as a multiple of UNIT."""
-    return x // UNIT * UNIT
+def multiple(x, VECTOR: tl.constexpr):
+    """A number that the compiler then treats as a multiple of VECTOR."""
+    return x // VECTOR * VECTOR
 
 
 @triton.jit
@@ -436,7 +436,7 @@ def apply(product, mods, head, at, WITH_SLOPE: tl.constexpr, given=None):
 
 @triton.jit
 def partial_of_load(product, mods, head, at, partial):
-    """The derivative of the user's score mod, the first transform, with respect to one load; see ``dbias.Partial``."""
+    """The derivative of the user's score mod, the first transform, by one load; see ``dbias.Derivative``."""
     rows, fetched = _read(mods.scores[0], head.scores[0], at)
     found = partial.functions(product * mods.scale, fetched, mods.scores[0].operands, head.scores[0], rows, at)
     return found[partial.NUM]

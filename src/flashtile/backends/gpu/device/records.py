@@ -28,7 +28,7 @@ class Rows(NamedTuple):
         stride_head: Stride from head to head.
         DIM: Columns.
         BLOCK_DIM: Columns of a tile; columns past DIM are 0.
-        UNIT: Divisor of the strides; the compiler detects it by itself only if it is 16.
+        VECTOR: Divisor of the strides; the compiler detects it by itself only if it is 16.
         PACKED: Whether sequences follow one another in a single entry.
     """
 
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
     stride_head: Any
     DIM: Any
     BLOCK_DIM: Any
-    UNIT: Any
+    VECTOR: Any
     PACKED: Any
 
 
@@ -102,7 +102,7 @@ class Output(NamedTuple):
     partial_lse: Any
 
 
-class Scale(NamedTuple):
+class BlockScale(NamedTuple):
     """float32 scales by sequence, head and block of rows, with their strides; a stride is 0 if scales are shared."""
 
     ptr: Any
@@ -159,7 +159,7 @@ class Mods(NamedTuple):
     Attributes:
         scale: softmax_scale.
         scores: Tuple of the transforms, in their order; None for none.
-        band: ``Band``, applied to blocks on its edges alone.
+        band: ``KeyBand``, applied to blocks on its edges alone.
         masks: Tuple of the masks, applied to all blocks; None for none.
         dropout: ``Dropout``.
         sinks: (num_heads_q,), or None.
@@ -184,7 +184,7 @@ class Mods(NamedTuple):
     LARGE: Any = False
 
 
-class Band(NamedTuple):
+class KeyBand(NamedTuple):
     """The number of keys before and after its own position that a row keeps; None for all.
 
     With a chunk, a row keeps no key outside of its own chunk. Both sides are then bounded.
@@ -195,7 +195,7 @@ class Band(NamedTuple):
         chunk: Keys of a chunk; None for no chunks.
         row_keys: ``Interval`` for rows: the keys that each row keeps; None without.
         key_rows: ``Interval`` for keys: the rows that keep each key; None without.
-        bounds: ``Bounds`` for the kernel's tiles; None without intervals.
+        bounds: ``TileBounds`` for the kernel's tiles; None without intervals.
         lists: ``Lists`` of the blocks that are kept; None for all.
     """
 
@@ -208,7 +208,7 @@ class Band(NamedTuple):
     lists: Any = None
 
 
-class Alibi(NamedTuple):
+class SlopeTensor(NamedTuple):
     """ALiBi slopes by head; ptr is None without any, stride_b 0 if sequences share them."""
 
     ptr: Any
@@ -218,7 +218,7 @@ class Alibi(NamedTuple):
 class ScoreTensor(NamedTuple):
     """A bias or mask over (batch, heads, rows, keys), with stride 0 where it broadcasts; ptr is None without one.
 
-    The number of keys and all strides except stride_col are multiples of UNIT, so that a load reads UNIT keys at once.
+    The number of keys and all strides except stride_col are multiples of VECTOR, so a load reads VECTOR keys at once.
     It holds constants, so it is only passed as an argument, never assigned.
     """
 
@@ -227,7 +227,7 @@ class ScoreTensor(NamedTuple):
     stride_head: Any
     stride_row: Any
     stride_col: Any
-    UNIT: Any = 1
+    VECTOR: Any = 1
 
 
 class Tree(NamedTuple):
@@ -273,7 +273,7 @@ class Interval(NamedTuple):
     count: Any
 
 
-class Bounds(NamedTuple):
+class TileBounds(NamedTuple):
     """The results of ``interval_bounds`` for each tile, int32 (batch, heads, count, 4).
 
     The first element of the other side that some element of the tile keeps, and the end of such elements; the same for
@@ -296,9 +296,9 @@ class BoundsTable(NamedTuple):
     """The output of ``interval_bounds``.
 
     Attributes:
-        ptr: As in ``Bounds``.
+        ptr: As in ``TileBounds``.
         heads: Heads with bounds of their own.
-        tiles: As ``Bounds.count``.
+        tiles: As ``TileBounds.count``.
         length: Elements of the tiles' side.
         other_length: Elements of the other side.
         BLOCK: Elements of a tile.

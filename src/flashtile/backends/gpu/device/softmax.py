@@ -96,9 +96,9 @@ def add_sink(row_max, row_sum, sink, LARGE: tl.constexpr = False):
     top = sink if LARGE else sink * LOG2_E
     new_max = tl.maximum(row_max, top)
     finite_max = made_finite(new_max)
-    unit: tl.constexpr = LOG2_E if LARGE else 1.0
-    rescale = tl.exp2((row_max - finite_max) * unit)
-    return rescale, new_max, row_sum * rescale + tl.exp2((top - finite_max) * unit)
+    to_log2: tl.constexpr = LOG2_E if LARGE else 1.0
+    rescale = tl.exp2((row_max - finite_max) * to_log2)
+    return rescale, new_max, row_sum * rescale + tl.exp2((top - finite_max) * to_log2)
 
 
 @triton.jit

@@ -49,7 +49,7 @@ class HeadRows(NamedTuple):
 
 
 class KeyBlocks(NamedTuple):
-    """Blocks of a loop, of keys or of rows: those at positions start ... stop - 1, which ``masks.number_of`` converts.
+    """Blocks of a loop, of keys or of rows: those at positions start ... stop - 1, which ``masks.block_at`` converts.
 
     Blocks full_start ... full_stop - 1 need no mask (None: all blocks are treated alike). Unless MASKED, no block needs
     a mask or reaches past the end of the sequence. Unless PARTIAL, the user's mask function keeps all pairs of all
@@ -116,10 +116,10 @@ def addresses(of, first, row, col):
     """
     seq = of.sequence
     stride_b, stride_row, stride_head = of.rows.stride_b, of.rows.stride_row, of.rows.stride_head
-    if of.rows.UNIT > 1:
-        stride_b = stride_b // of.rows.UNIT * of.rows.UNIT
-        stride_row = stride_row // of.rows.UNIT * of.rows.UNIT
-        stride_head = stride_head // of.rows.UNIT * of.rows.UNIT
+    if of.rows.VECTOR > 1:
+        stride_b = stride_b // of.rows.VECTOR * of.rows.VECTOR
+        stride_row = stride_row // of.rows.VECTOR * of.rows.VECTOR
+        stride_head = stride_head // of.rows.VECTOR * of.rows.VECTOR
     start = base(of.rows.ptr, seq.batch_index, seq.start, of.head, stride_b, stride_row, stride_head)
     return start + tl.cast(first, tl.int64) * stride_row + (row.to(tl.int64) * stride_row + col)
 
@@ -179,7 +179,7 @@ def blocks_between(any_start, all_start, any_stop, all_stop, first, last, BLOCK:
 def key_blocks(row_first, row_last, seqlen_q, seqlen_k, band, BLOCK_N: tl.constexpr):
     """(n_block_min, n_full_min, n_full_max, n_block_max) for rows row_first ... row_last, inclusive, which exist.
 
-    band: ``Band``.
+    band: ``KeyBand``.
     """
     HAS_LEFT: tl.constexpr = band.left is not None
     HAS_RIGHT: tl.constexpr = band.right is not None

@@ -9,7 +9,7 @@ from flashtile.backends.hopper.forward.config import (
     SHARED_BYTES,
     WARPGROUP_REGISTERS,
     by_bits,
-    is_dear,
+    is_expensive,
     narrowest,
 )
 from flashtile.backends.hopper.forward.config import width as width_of_tiles
@@ -155,7 +155,7 @@ def choose(problem: Problem) -> BackwardTiles:
         # take registers of their own.
         reads_intervals = problem.row_keys and not problem.mirrored
         takes_more = problem.softcap > 0 or reads_score_tensors or reads_intervals or two_sided
-        takes_more = takes_more or problem.dropout_p > 0 or problem.score_function is not None or is_dear(problem)
+        takes_more = takes_more or problem.dropout_p > 0 or problem.score_function is not None or is_expensive(problem)
         of_lists = BY_TMA_64 if problem.has_bits and problem.seqlen_q > SHORT else WIDE_64
         return NARROW_64 if takes_more else of_lists
     if width == 192 and problem.head_dim_v <= 128:

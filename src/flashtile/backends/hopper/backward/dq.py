@@ -56,7 +56,7 @@ class DqOutput:
 
 
 @aggregate
-class Channels:
+class BackwardChannels:
     """Tile records, and rings for queries, dout, keys and values, one for each part of their columns.
 
     Queries, rows and dout share their ``empty`` barriers: they are claimed and released together.
@@ -127,14 +127,14 @@ def make_channels(grid):
         cols: gl.constexpr = width_of(COLS, -1)
         out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, cols], dtype)
         out = gl.allocate_shared_memory(dtype, [2 * (min(COLS, 128) // cols), PART_KEYS, cols], out_layout)
-    return Channels(tiles, queries, rows, dout, keys, values, dscores, probs, out, None)
+    return BackwardChannels(tiles, queries, rows, dout, keys, values, dscores, probs, out, None)
 
 
 @gluon.jit
 def with_dq(channels, dq):
     """The channels of a warpgroup that adds to dq."""
     c = channels
-    return Channels(c.tiles, c.queries, c.rows, c.dout, c.keys, c.values, c.dscores, c.probs, c.out, dq)
+    return BackwardChannels(c.tiles, c.queries, c.rows, c.dout, c.keys, c.values, c.dscores, c.probs, c.out, dq)
 
 
 @gluon.jit

@@ -29,7 +29,7 @@ from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward import records
 from flashtile.backends.hopper.backward.config import BackwardTiles
-from flashtile.backends.hopper.backward.records import Results, Schedule, Splits, Sums, Tiles, Work
+from flashtile.backends.hopper.backward.records import BackwardSchedule, MainTiles, SavedResults, Splits, Sums, Work
 from flashtile.backends.hopper.backward.workspace import Workspace, key_blocks
 from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Mods
 from flashtile.backends.hopper.forward.config import by_bits, has_slope
@@ -249,7 +249,7 @@ def preprocess_launch(
     # Rows of sequences without keys are skipped, unless sinks want a gradient, which is made from every row.
     skips = adds and not p.grads.sinks
     dlse_b, dlse_head, dlse_row = (None, None, None) if dlse is None else (0, *dlse.stride())[-3:]
-    results = Results(
+    results = SavedResults(
         Pointer(dout.dtype, "out"), Pointer(torch.float32, "lse"),
         Rows(pointer(dout, "dout"), None, batch, row, head, p.head_dim_v, config.block_dv, 1, p.varlen),
         pointer(dlse, "dlse"), dlse_b, dlse_head, Const(1) if dlse_row == 1 else dlse_row, queries_of(p, tensors),
@@ -308,7 +308,7 @@ def _main_launch(
         _call(p, tensors, config),
         _gradients(p, tensors, dout, config, work, adds),
         _main_work(p, config, work),
-        Schedule(at_once, heads, all_heads, first_head, splits, keys_fall(p), chained is not None),
+        BackwardSchedule(at_once, heads, all_heads, first_head, splits, keys_fall(p), chained is not None),
         _tiles(config),
     )
     blocks = -(-rows_k // config.block_n) * p.batch
@@ -361,7 +361,7 @@ def backward_mods(problem: Problem, t: Tensors, masks: Masks | None) -> Mods:
 
 def _gradients(
     problem: Problem, t: Tensors, dout: Tensor, config: BackwardTiles, work: Workspace, adds: bool
-) -> records.Gradients:
+) -> records.GradientTensors:
     """With gqa_splits, dk and dv are sums in the workspace."""
     p, wanted, splits = problem, problem.grads, work.gqa_splits > 1
     out_cols = config.out_cols // 2 if p.grad_dtype == torch.float32 else config.out_cols
@@ -371,7 +371,7 @@ def _gradients(
             return Pointer(torch.float32, "work", at or 0)
         return tensor_maps.contiguous_map(name, p.grad_dtype, x.shape, configs.PART_KEYS, out_cols, p.varlen)
 
-    return records.Gradients(
+    return records.GradientTensors(
         rows_of("dout", dout, (config.block_m, configs.box_cols(config.block_dv)), config.block_dv, p.varlen),
         of("dk", t.k, work.dk_at) if wanted.k else None, of("dv", t.v, work.dv_at) if wanted.v else None,
         scores_scale(p), wanted.q, wanted.k, wanted.v, wanted.q or wanted.k, adds and not splits,
@@ -404,10 +404,10 @@ def keys_fall(problem: Problem) -> bool:
     return problem.band.left is not None
 
 
-def _tiles(config: BackwardTiles) -> Tiles:
+def _tiles(config: BackwardTiles) -> MainTiles:
     c, has_third = config, config.dq_registers > 0
     share = c.block_d if c.block_m == 128 or has_third else c.block_d // 2
-    return Tiles(
+    return MainTiles(
         c.block_m, c.block_n, c.block_n // configs.PART_KEYS, c.stages, c.k_stages, c.v_stages, c.ds_stages,
         1 if has_third else 2, share, c.dq_width, c.registers, c.dq_registers,
     )  # fmt: skip

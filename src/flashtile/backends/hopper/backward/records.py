@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Gradients(NamedTuple):
+class GradientTensors(NamedTuple):
     """What goes in and comes out.
 
     Attributes:
@@ -68,7 +68,7 @@ class Splits(NamedTuple):
     sums: Any
 
 
-class Schedule(NamedTuple):
+class BackwardSchedule(NamedTuple):
     """Which tiles there are, and in which order programs take them.
 
     Attributes:
@@ -90,7 +90,7 @@ class Schedule(NamedTuple):
     CHAINED: Any
 
 
-class Tiles(NamedTuple):
+class MainTiles(NamedTuple):
     """The main kernel's tiles; what is not said here is as in ``BackwardTiles``.
 
     Attributes:
@@ -128,7 +128,7 @@ class KeyGrid(NamedTuple):
     tiles: Any
 
 
-class Results(NamedTuple):
+class SavedResults(NamedTuple):
     """The forward's results, and the gradients of them.
 
     Attributes:

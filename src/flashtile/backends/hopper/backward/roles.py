@@ -20,11 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.gpu.device import masks, mods
-from flashtile.backends.gpu.device.dropout import cipher_of
+from flashtile.backends.gpu.device.dropout import philox_key_of
 from flashtile.backends.gpu.device.mods import place_of
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.hopper.backward.dq import PART_KEYS, WIDEST, add_dq, add_from_registers, in_order, start_dq
 from flashtile.backends.hopper.backward.scheduler import (
+    block_at,
     bounds_of,
     first_row_block,
     first_rows,
@@ -32,7 +33,6 @@ from flashtile.backends.hopper.backward.scheduler import (
     key_rows,
     next_rows,
     next_tile,
-    number_of,
     publish_tile,
     query_heads,
     row_blocks_per_head,
@@ -40,20 +40,20 @@ from flashtile.backends.hopper.backward.scheduler import (
     sums_block,
 )
 from flashtile.backends.hopper.device import functions
-from flashtile.backends.hopper.device.dropout import draw, thinned
+from flashtile.backends.hopper.device.dropout import apply_dropout, draw
 from flashtile.backends.hopper.device.fragments import from_thread_column, keep_columns, keep_intervals
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_tile, tma_load, tma_put, tma_store_wait
 from flashtile.backends.hopper.device.mods import Pairs
 from flashtile.backends.hopper.device.parts import (
     HeadRows,
     add_products,
-    also,
+    append,
     load_boxes,
     pieces,
+    scale_by,
     start_of,
     start_sum,
     tiles_at,
-    times,
     wait_for_products,
     width_of,
     zero_accumulators,
@@ -76,7 +76,7 @@ def key_tile(rings, use, part, step):
     """64 keys or values of a tile: ``Ring.fixed_part`` for each part of their columns."""
     tile = ()
     for i in gl.static_range(len(rings)):
-        tile = also(tile, rings[i].fixed_part(use, part, step))
+        tile = append(tile, rings[i].fixed_part(use, part, step))
     return tile
 
 
@@ -120,7 +120,7 @@ def producer(channels, grid):
             steps = num_heads * (tile.m_max - tile.m_min)
             for i in range(steps):
                 rows = HeadRows(tile.b, head, tile.start_q, tile.seqlen_q, grid.call.q.PACKED)
-                block, place = number_of(m, tile.seqlen_q, grid)
+                block, place = block_at(m, tile.seqlen_q, grid)
                 first = block * BLOCK_M
                 full = channels.queries[0].acquire(used, q_bytes + row_bytes)
                 load_boxes(grid.call.q.desc, tiles_at(channels.queries, used), full, rows, first, COLS, WIDEST)
@@ -177,7 +177,7 @@ class KeyRows:
 
 
 @gluon.jit
-def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
+def rows_of_keys(records, tiles, layout_like, grid, PART: gl.constexpr):
     """The ``KeyRows`` of a part of a tile."""
     key = records.get(tiles, "key") + PART * PART_KEYS
     seqlen_q, seqlen_k = records.get(tiles, "seqlen_q"), records.get(tiles, "seqlen_k")
@@ -192,13 +192,13 @@ def rows_of_keys(records, tiles, like, grid, PART: gl.constexpr):
         stop = records.get(tiles, "m_max")
         num_full = stop - records.get(tiles, "m_partial_max")
         listed = (num_full, stop, records.get(tiles, "bits"))  # type: ignore[assignment]
-    return kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, listed, like, grid)
+    return kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, listed, layout_like, grid)
 
 
 @gluon.jit
-def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, listed, like, grid):
+def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, listed, layout_like, grid):
     """The ``KeyRows`` of 64 keys; by intervals, rows from ``cleared[0]`` up to ``cleared[1]`` keep all of them."""
-    keys = key + gl.arange(0, PART_KEYS, gl.SliceLayout(1, like.type.layout))
+    keys = key + gl.arange(0, PART_KEYS, gl.SliceLayout(1, layout_like.type.layout))
     shift = seqlen_k - seqlen_q
     first = gl.where(keys < seqlen_k, mods.first_row(keys - shift, shift, grid.call.mods.band), FAR)
     last = mods.last_row(keys - shift, seqlen_q, shift, grid.call.mods.band)
@@ -211,16 +211,16 @@ def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, listed, like, grid):
         exists = (keys < seqlen_k) & (b < grid.call.keys.count)
         start, end = masks.ends_of(grid.call.mods.band.key_rows, b, head, keys, exists)
         first, last = gl.maximum(first, start), gl.minimum(last, end - 1)
-    first, last = from_thread_column(first, like), from_thread_column(last, like)
+    first, last = from_thread_column(first, layout_like), from_thread_column(last, layout_like)
     return KeyRows(b, head, key, seqlen_q, seqlen_k, first, last, clear_from, clear_to, listed)
 
 
 @gluon.jit
-def pairs_of(kept, rows, like, grid):
-    """The ``Pairs`` of a block of 64 keys by a ``RowBlock``, in like's layout."""
+def pairs_of(kept, rows, layout_like, grid):
+    """The ``Pairs`` of a block of 64 keys by a ``RowBlock``, in the layout of ``layout_like``."""
     read = ()
     if functions.reads(grid.call.mods.SCORES, grid.call.mods.MASKS, grid.call.mods.band.lists):
-        across = gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))[None, :]
+        across = gl.arange(0, layout_like.shape[1], gl.SliceLayout(0, layout_like.type.layout))[None, :]
         read = functions.of_tile(grid.call.mods, kept.b, kept.head + rows.head, rows.start + across)
     head = kept.head + rows.head
     is_partial, bits = True, (0, 0)
@@ -340,7 +340,7 @@ def with_dropout(p, factor, words, grid):
     So random numbers are drawn once, and the kept pairs take no registers. Dropout's own factor is applied to
     gradients.
     """
-    return thinned(p, words, grid.call, 0.0, True), thinned(factor, words, grid.call, -factor, True)
+    return apply_dropout(p, words, grid.call, 0.0, True), apply_dropout(factor, words, grid.call, -factor, True)
 
 
 @gluon.jit
@@ -349,7 +349,7 @@ def of_kept(dv, grid):
     if grid.call.mods.dropout.rng_state_ptr is None:
         return dv
     else:
-        return times(dv, grid.call.mods.dropout.keep_scale)
+        return scale_by(dv, grid.call.mods.dropout.keep_scale)
 
 
 @gluon.jit
@@ -387,7 +387,7 @@ def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ:
         dp = start_sum(v_tile, dout_tile, zeros)
     pairs = pairs_of(kept, rows, zeros, grid)
     fetched = mod.fetch(pairs, zeros, grid.call.mods)
-    words = draw(zeros, pairs, cipher_of(grid.call, pairs.b, pairs.head), grid.call)
+    words = draw(zeros, pairs, philox_key_of(grid.call, pairs.b, pairs.head), grid.call)
     s = warpgroup_mma_wait(len(channels.dout) if grid.gradients.HAS_DSCORES and together else 0, deps=[s])
     p, factor = probabilities(s, numbers.slice(0, 1).load(layout), kept, grid, mod, pairs, fetched)
     p, factor = with_dropout(p, factor, words, grid)
@@ -546,7 +546,7 @@ def consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
         else:
             dv = of_kept(dv, grid)
             store_gradient(grid.gradients.dv, dv, records, tiles, channels.out, grid, grid.call.v.BLOCK_DIM, WARPGROUP)
-        dk = times(dk, grid.gradients.scale)
+        dk = scale_by(dk, grid.gradients.scale)
         store_gradient(grid.gradients.dk, dk, records, tiles, channels.out, grid, grid.call.q.BLOCK_DIM, WARPGROUP)
         tiles = records.next(tiles)
     tma_store_wait(0)
@@ -563,7 +563,7 @@ def values_step(channels, used, key_use, dv, rows, kept, grid, mod, IS_FIRST: gl
     s = start_sum(key_tile(channels.keys, key_use, 0, used), tiles_at(channels.queries, used), zeros)
     pairs = pairs_of(kept, rows, zeros, grid)
     fetched = mod.fetch(pairs, zeros, grid.call.mods)
-    words = draw(zeros, pairs, cipher_of(grid.call, pairs.b, pairs.head), grid.call)
+    words = draw(zeros, pairs, philox_key_of(grid.call, pairs.b, pairs.head), grid.call)
     s = warpgroup_mma_wait(0, deps=[s])
     p, factor = probabilities(s, lse_log2.load(zeros.type.layout), kept, grid, mod, pairs, fetched)
     p, factor = with_dropout(p, factor, words, grid)
@@ -599,8 +599,8 @@ def keys_step(channels, used, key_use, dk, grid, is_last, IS_FIRST: gl.constexpr
     channels.probs.wait(used)
     factor = channels.probs.at(used).load(layout).to(gl.float32)
     channels.probs.release(used)
-    UNIT: gl.constexpr = 1 / probs_scale(channels.probs.buffers.dtype)
-    ds = score_gradients(factor, dp * UNIT, delta.load(layout) * UNIT, grid)
+    INVERSE_SCALE: gl.constexpr = 1 / probs_scale(channels.probs.buffers.dtype)
+    ds = score_gradients(factor, dp * INVERSE_SCALE, delta.load(layout) * INVERSE_SCALE, grid)
     ds = ds.to(channels.queries[0].buffers.dtype)
     if IS_FIRST:
         tma_store_wait(0)
@@ -672,7 +672,7 @@ def gradient_consumer(channels, grid, mod, WARPGROUP: gl.constexpr):
                 channels.keys[0].release(key_use)
             key_use += 1
         if WARPGROUP == 1:
-            grad = times(grad, grid.gradients.scale)
+            grad = scale_by(grad, grid.gradients.scale)
             ring = channels.dscores
             store_in_pieces(grid.gradients.dk, grad, records, tiles, ring, used, grid, grid.call.q.BLOCK_DIM)
         else:

@@ -156,14 +156,14 @@ def listed_rows(b, head, key, is_end, grid):
 
 
 @gluon.jit
-def number_of(position, seqlen_q, grid):
+def block_at(position, seqlen_q, grid):
     """(number, place) of a head's row block at a position of a tile's loop: in the sequence, and in the workspace.
 
     A list may have blocks past the sequence's end, without any pair: they get the place of the last block.
     """
     if grid.call.mods.band.lists is not None:
         BLOCK: gl.constexpr = grid.tiles.BLOCK_M
-        number = masks.number_of(position, grid.call.mods.band.lists, BLOCK)
+        number = masks.block_at(position, grid.call.mods.band.lists, BLOCK)
         return number, gl.maximum(gl.minimum(number, (seqlen_q + BLOCK - 1) // BLOCK - 1), 0)
     else:
         return position, position
@@ -298,7 +298,7 @@ def first_rows(records, tiles, grid):
 def listed_row_block(head, remaining, records, tiles, grid):
     """A tile's ``RowBlock`` with ``remaining`` blocks left in its head's list; any block for an empty list."""
     position = gl.where(remaining > 0, records.get(tiles, "m_max") - remaining, 0)
-    number, place = number_of(position, records.get(tiles, "seqlen_q"), grid)
+    number, place = block_at(position, records.get(tiles, "seqlen_q"), grid)
     block = records.get(tiles, "row_block") + head * row_blocks_per_head(grid) + place
     return RowBlock(number * grid.tiles.BLOCK_M, head, block, remaining)
 

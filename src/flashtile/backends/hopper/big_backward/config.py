@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashtile.backends.hopper.big_backward.records import Tiles
+from flashtile.backends.hopper.big_backward.records import GradientTiles
 from flashtile.backends.hopper.forward.config import OTHER_BYTES, SHARED_BYTES
 from flashtile.call.problem import Problem
 
@@ -40,13 +40,13 @@ class BigBackwardTiles:
         """What the compiler gives every thread at the start: all of them together fill the register file."""
         return 168
 
-    def tiles(self, of: str) -> Tiles:
+    def tiles(self, of: str) -> GradientTiles:
         """The tiles of the kernel of one gradient."""
         if of == "v":
             chunk, own = _widest(self.block_d), _widest(self.block_dv)
             count = self.block_dv // own
             sizes = chunk, self.block_d // chunk, None, None, own, _even(count), count
-            return Tiles(of, BLOCK, BLOCK, *sizes, self.registers)
+            return GradientTiles(of, BLOCK, BLOCK, *sizes, self.registers)
         # Chunks of 64 columns that there is room for: two of the widest that gradients are made of, then of the others.
         own = _widest(self.block_d)
         held = self.block_d + self.block_dv + 2 * BLOCK
@@ -57,7 +57,7 @@ class BigBackwardTiles:
         room -= chunks + chunks_v
         owns = min(2 + room * BLOCK // own // 2 * 2, _even(self.block_d // own))
         count = self.block_d // own
-        return Tiles(of, BLOCK, BLOCK, BLOCK, chunks, BLOCK, chunks_v, own, owns, count, self.registers)
+        return GradientTiles(of, BLOCK, BLOCK, BLOCK, chunks, BLOCK, chunks_v, own, owns, count, self.registers)
 
     def shared_bytes(self, of: str) -> int:
         """Shared memory of a kernel's tiles and of what else needs any."""

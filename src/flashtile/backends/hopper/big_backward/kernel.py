@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.backward.kernel import score_mod
 from flashtile.backends.hopper.big_backward.roles import (
-    Rings,
+    BigBackwardChannels,
     follower,
     gradient_producer,
     producer,
@@ -53,7 +53,7 @@ def big_backward(grid):
     if OF == "v":
         rows = make_ring(gl.float32, [2, BLOCK], of_rows, 2, 1)
         probs = make_ring(dtype, [BLOCK, BLOCK], square, 2, 2)
-        rings = Rings(tile, held, None, rows, passing, None, adding, probs, None)
+        rings = BigBackwardChannels(tile, held, None, rows, passing, None, adding, probs, None)
         gl.warp_specialize([
             (value_scorer, (rings, grid, mod)),
             (value_follower, (rings, grid)),
@@ -68,7 +68,7 @@ def big_backward(grid):
         rows = make_ring(gl.float32, [2, BLOCK], of_rows, 1 if OF == "q" else 2, 2)
         probs = make_ring(gl.bfloat16 if grid.gradients.HAS_SLOPE else gl.float16, [BLOCK, BLOCK], square, 1, 1)
         dscores = make_ring(dtype, [BLOCK, BLOCK], square, 1, 2)
-        rings = Rings(tile, held, held_v, rows, passing, passing_v, adding, probs, dscores)
+        rings = BigBackwardChannels(tile, held, held_v, rows, passing, passing_v, adding, probs, dscores)
         gl.warp_specialize([
             (scorer, (rings, grid, mod)),
             (follower, (rings, grid)),

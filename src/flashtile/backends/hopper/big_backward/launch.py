@@ -15,7 +15,7 @@ from flashtile.backends.gpu.plan import BackwardPlan, EmptyPlan, Made
 from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import launch as backward
-from flashtile.backends.hopper.backward.records import Schedule, Splits
+from flashtile.backends.hopper.backward.records import BackwardSchedule, Splits
 from flashtile.backends.hopper.backward.workspace import Workspace
 from flashtile.backends.hopper.big_backward import config as configs
 from flashtile.backends.hopper.big_backward.config import BLOCK, BigBackwardTiles
@@ -153,7 +153,7 @@ def _gradient_launch(
             out, tensor_maps.floats_map(2 * work.blocks, BLOCK, 2, work.rows_at),
             None if of == "v" else float(p.softmax_scale), adds and splits is None, has_slope(p),
         ),
-        Schedule(_heads_at_once(p, t, of), heads, None, None, splits, _falls(p, of), False),
+        BackwardSchedule(_heads_at_once(p, t, of), heads, None, None, splits, _falls(p, of), False),
         c.tiles(of),
     )  # fmt: skip
     options = {"num_warps": 4, "maxnreg": c.max_registers}

@@ -28,7 +28,7 @@ class Gradient(NamedTuple):
     HAS_SLOPE: Any
 
 
-class Tiles(NamedTuple):
+class GradientTiles(NamedTuple):
     """A kernel's tiles: 64 rows of the side that the gradient is of; the other side's rows go past them.
 
     Attributes:
@@ -64,8 +64,8 @@ class Grid(NamedTuple):
     Attributes:
         call: ``records.Call`` with descriptors of q, k and v, and Hopper's ``Mods``.
         gradients: ``Gradient``.
-        schedule: ``backward.records.Schedule``, without chains. With splits, for dk and dv, tiles have heads as there.
-        tiles: ``Tiles``.
+        schedule: ``BackwardSchedule`` without chains. With splits, for dk and dv, tiles have heads as there.
+        tiles: ``GradientTiles``.
     """
 
     call: Any

@@ -38,7 +38,7 @@ from flashtile.backends.hopper.device.gluon_compat import (
     tma_put,
     tma_store_wait,
 )
-from flashtile.backends.hopper.device.parts import also, box_of, pieces, times, wait_for_products, zero_accumulator
+from flashtile.backends.hopper.device.parts import append, box_of, pieces, scale_by, wait_for_products, zero_accumulator
 from flashtile.backends.hopper.device.ring import Records, Ring
 
 # Columns of a box: as many as a swizzle of 128 bytes holds.
@@ -46,7 +46,7 @@ BOX = gl.constexpr(64)
 
 
 @aggregate
-class Rings:
+class BigBackwardChannels:
     """The channels between the roles.
 
     Chunk c of step i is use ``i * chunks + c`` of a ring of passing chunks.
@@ -245,7 +245,7 @@ def own_zeros(grid, WARPGROUP: gl.constexpr):
     """A warpgroup's zero accumulators, one for every second chunk."""
     accs = ()
     for _ in gl.static_range(WARPGROUP, grid.tiles.NUM_OWN, 2):
-        accs = also(accs, zero_accumulator(BLOCK, grid.tiles.CHUNK_OWN))
+        accs = append(accs, zero_accumulator(BLOCK, grid.tiles.CHUNK_OWN))
     return accs
 
 
@@ -261,7 +261,7 @@ def add_own(a, ring, used, accs):
     """Starts the products of the passed-on operand and a warpgroup's chunks of a step."""
     started = ()
     for i in gl.static_range(len(accs)):
-        started = also(started, start_own(a, ring, used, accs, i))
+        started = append(started, start_own(a, ring, used, accs, i))
     return started
 
 
@@ -285,7 +285,7 @@ def add_others(a, ring, used, accs):
 
 
 @gluon.jit
-def rows_of_step(rings, step, grid, like):
+def rows_of_step(rings, step, grid, layout_like):
     """``KeyRows`` and ``RowBlock`` of a step: a block of keys, and one of queries."""
     records = rings.tile
     OF_ROWS: gl.constexpr = grid.tiles.OF == "q"
@@ -300,7 +300,7 @@ def rows_of_step(rings, step, grid, like):
             cleared = (all_start, all_stop)
         head, _ = query_heads(head, grid)
     seqlen_q, seqlen_k = records.get(0, "seqlen_q"), records.get(0, "seqlen_k")
-    kept = kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, (), like, grid)
+    kept = kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, (), layout_like, grid)
     return kept, RowBlock(row, step.head, step.block, step.remaining)
 
 
@@ -393,8 +393,8 @@ def dscores_step(rings, used, dp, accs, grid, HAS_NEXT: gl.constexpr):
     rings.rows.wait(rows_use(used, grid))
     rings.probs.wait(used)
     factor = rings.probs.at(used).load(dp.type.layout).to(gl.float32)
-    UNIT: gl.constexpr = 1 / probs_scale(rings.probs.buffers.dtype)
-    ds = factor * (dp * UNIT - delta.load(dp.type.layout) * UNIT)
+    INVERSE_SCALE: gl.constexpr = 1 / probs_scale(rings.probs.buffers.dtype)
+    ds = factor * (dp * INVERSE_SCALE - delta.load(dp.type.layout) * INVERSE_SCALE)
     rings.probs.release(used)
     rings.dscores.claim(used)
     rings.dscores.at(used).store(ds.to(rings.passing.buffers.dtype))
@@ -506,7 +506,7 @@ def store_own(accs, rings, grid, WARPGROUP: gl.constexpr):
     """
     records = rings.tile
     if grid.gradients.scale is not None:
-        accs = times(accs, grid.gradients.scale)
+        accs = scale_by(accs, grid.gradients.scale)
     if records.get(0, "is_tile") > 0:
         rows = out_rows(records, grid)
         last = gl.maximum(num_steps(records, grid) - 1, 0) * len(accs)

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device.mods import place_of
-from flashtile.backends.hopper.big_heads.roles import Rings, follower, producer, scorer
+from flashtile.backends.hopper.big_heads.roles import BigHeadsChannels, follower, producer, scorer
 from flashtile.backends.hopper.device.mods import Transforms, alibi_terms, score_tensors
 from flashtile.backends.hopper.device.parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records, make_ring
@@ -48,7 +48,7 @@ def big_heads_forward(call, output, schedule, columns):
     factors = gl.allocate_shared_memory(gl.float32, [columns.PROB_STAGES, M], of_rows)
     tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, 3)
     lse = gl.allocate_shared_memory(gl.float32, [M], of_rows)
-    rings = Rings(tiles, queries, keys, left, right, probs, factors, lse)
+    rings = BigHeadsChannels(tiles, queries, keys, left, right, probs, factors, lse)
     BIAS: gl.constexpr = place_of(call.mods.SCORES, "bias")
     MASK: gl.constexpr = place_of(call.mods.MASKS, "mask")
     HAS_SOFTCAP: gl.constexpr = place_of(call.mods.SCORES, "softcap") >= 0

@@ -6,15 +6,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import softmax
-from flashtile.backends.hopper.device.dropout import draw, thinned
+from flashtile.backends.hopper.device.dropout import apply_dropout, draw
 from flashtile.backends.hopper.device.fragments import row_tops, thread_sums
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store, tma_store_wait
 from flashtile.backends.hopper.device.inline_ptx import compute_before_fence, compute_before_wait
 from flashtile.backends.hopper.device.parts import (
     add_products,
-    also,
+    append,
+    as_row_layout,
     box_of,
-    of_rows,
     pieces,
     rescale_rows,
     start_of,
@@ -24,7 +24,7 @@ from flashtile.backends.hopper.device.parts import (
 )
 from flashtile.backends.hopper.device.ring import Records, Ring
 from flashtile.backends.hopper.forward.roles import join_partial, row_results
-from flashtile.backends.hopper.forward.scheduler import key_rows, lse_at, queries_of, query_rows, strips
+from flashtile.backends.hopper.forward.scheduler import key_rows, lse_at, queries_of, query_rows, row_segments
 from flashtile.backends.hopper.forward.softmax_step import (
     KeyLoop,
     block_pairs,
@@ -38,7 +38,7 @@ from flashtile.backends.hopper.forward.softmax_step import (
 
 
 @aggregate
-class Rings:
+class BigHeadsChannels:
     """The channels between the roles.
 
     A tile of queries is one use of ``queries``, with several chunks, which later hold the output. Each chunk of a block
@@ -93,7 +93,7 @@ def load_queries(rings, tiles, call, schedule):
     ring = rings.queries
     WIDTH: gl.constexpr = ring.buffers.shape[2]
     full = ring.acquire(tiles, M * call.q.BLOCK_DIM * (call.q.desc.dtype.primitive_bitwidth // 8))
-    own = strips(rings.tiles, tiles, call, schedule, 0)
+    own = row_segments(rings.tiles, tiles, call, schedule, 0)
     ROWS: gl.constexpr = M // len(own)
     for c in gl.static_range(ring.parts):
         chunk = ring.part(tiles, c)
@@ -170,7 +170,7 @@ def scorer(rings, call, output, schedule, columns, mod):
     records = rings.tiles
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, schedule.BLOCK_N, 16])
     zeros = gl.zeros([M, schedule.BLOCK_N], gl.float32, layout)
-    like = gl.convert_layout(zeros.to(rings.keys.buffers.dtype), gl.DotOperandLayout(0, layout, 2))
+    layout_like = gl.convert_layout(zeros.to(rings.keys.buffers.dtype), gl.DotOperandLayout(0, layout, 2))
     rows = gl.arange(0, M, gl.SliceLayout(1, layout))
     tiles = 0
     used = 0
@@ -181,13 +181,13 @@ def scorer(rings, call, output, schedule, columns, mod):
         rings.queries.wait(tiles)
         s = start_chunks(rings, tiles, used, zeros)
         fetched = mod.fetch(pairs, zeros, call.mods)
-        words = draw(zeros, pairs, loop.cipher, call)
+        words = draw(zeros, pairs, loop.philox_key, call)
         s = finish_chunks(s, rings, used, 0)
         e, row_max, row_sum = first_probs(s, mod, pairs, fetched, words, call, schedule, loop)
-        p = e.to(like.dtype)
+        p = e.to(layout_like.dtype)
         factor = gl.full([M], 1.0, gl.float32, row_max.type.layout)
         hand_over(rings, used + tiles, p, factor)
-        probs = compute_before_fence(operand(p, like))
+        probs = compute_before_fence(operand(p, layout_like))
         accs = zero_accumulators(M, rings.left)
         while n_block < loop.n_block_min:
             n_block += 1
@@ -198,19 +198,19 @@ def scorer(rings, call, output, schedule, columns, mod):
             rings.left[0].wait(used)
             accs = add_products(probs, rings.left, used, accs)
             fetched = mod.fetch(pairs, zeros, call.mods)
-            words = draw(zeros, pairs, loop.cipher, call)
+            words = draw(zeros, pairs, loop.philox_key, call)
             s = finish_chunks(s, rings, used + 1, len(accs))
             s, shift = shape_scores(s, mod, pairs, fetched, call, loop, edge, True)
             row_max, finite_max, factor = softmax.raise_max(row_max, row_tops(s, row_max, mod.scale_log2, shift), True)
             e = exponentials(s, mod.scale_log2, finite_max, shift)
-            p = thinned(e, words, call, 0.0).to(like.dtype)
+            p = apply_dropout(e, words, call, 0.0).to(layout_like.dtype)
             hand_over(rings, used + 1 + tiles, p, factor)
             sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
             row_sum = compute_before_wait(row_sum * sum_factor[:, None] + thread_sums(e))
             accs = wait_for_products(accs)
             rings.left[0].release(used)
             # This must not come earlier: the product under way still reads the registers of the last probabilities.
-            probs = compute_before_fence(operand(p, like))
+            probs = compute_before_fence(operand(p, layout_like))
             used += 1
         accs = rescale_rows(accs, factor)
         rings.left[0].wait(used)
@@ -237,7 +237,7 @@ def rising(loop):
     """A loop over the same blocks from the first to the last: ``n_block`` and ``n_block_min`` are exchanged."""
     return KeyLoop(
         loop.is_tile, loop.n_block_min, loop.n_block, loop.n_full_min, loop.n_full_max, loop.skipped, loop.first_keys,
-        loop.last_keys, loop.slope, loop.read, loop.n_partial_max, loop.cipher, loop.bits,
+        loop.last_keys, loop.slope, loop.read, loop.n_partial_max, loop.philox_key, loop.bits,
     )  # fmt: skip
 
 
@@ -281,7 +281,7 @@ def add_shared(probs, v_rings, use, accs):
     """Starts the products of probabilities in shared memory and values, one for each part."""
     started = ()
     for i in gl.static_range(len(accs)):
-        started = also(started, warpgroup_mma(probs, v_rings[i].at(use), accs[i], is_async=True))
+        started = append(started, warpgroup_mma(probs, v_rings[i].at(use), accs[i], is_async=True))
     return started
 
 
@@ -297,7 +297,7 @@ def store_half(rings, accs, scale, lse, tiles, call, output, schedule, FIRST: gl
     if output.partial_out is None and output.desc is not None:
         out = ()
         for i in gl.static_range(len(accs)):
-            out = also(out, (accs[i] * of_rows(scale, accs[i])[:, None]).to(output.desc.dtype))
+            out = append(out, (accs[i] * as_row_layout(scale, accs[i])[:, None]).to(output.desc.dtype))
     else:
         out, lse = join_partial(accs, scale, lse, where, records.get(tiles, "row"), call, output, schedule, FIRST, COLS)
     if output.desc is not None:
@@ -305,7 +305,7 @@ def store_half(rings, accs, scale, lse, tiles, call, output, schedule, FIRST: gl
         MIDDLE: gl.constexpr = max(call.q.BLOCK_DIM // 64 * (FIRST or COLS) // call.v.BLOCK_DIM, 1)
         START: gl.constexpr = MIDDLE if FIRST else 0
         OWN: gl.constexpr = call.q.BLOCK_DIM // 64 - MIDDLE if FIRST else MIDDLE
-        own = strips(records, tiles, call, schedule, 0)
+        own = row_segments(records, tiles, call, schedule, 0)
         ROWS: gl.constexpr = schedule.BLOCK_M // len(own)
         parts = ()
         for i in gl.static_range(len(out)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashtile.backends.gpu.decode.config import DecodeTiles, Splitting, hopper_rows
+from flashtile.backends.gpu.decode.config import DecodeTiles, SplitRule, hopper_rows
 from flashtile.backends.gpu.trial import tried
 from flashtile.call.problem import Problem
 
@@ -17,5 +17,5 @@ def choose(problem: Problem) -> DecodeTiles:
     dim, block_m = problem.head_dim, 64 if hopper_rows(problem) <= 64 else 128
     block_n, stages, run = {64: (128, 4, 4), 128: (64, 5, 4), 256: (64, 2, 1)}[dim]
     programs = 8 * problem.num_heads_kv
-    rule = Splitting(programs, fewest_keys=128, most_keys=512, most_slots=8192, run=run, long_keys=2**16)
+    rule = SplitRule(programs, fewest_keys=128, most_keys=512, most_slots=8192, run=run, long_keys=2**16)
     return DecodeTiles(block_m, block_n, 4, stages, 1, rule, specialised=True)

@@ -9,7 +9,7 @@ arXiv:2407.08608, section 3.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.decode.roles import FIELDS, RECORD_SIZE, Channels, consumer, producer, scheduler
+from flashtile.backends.hopper.decode.roles import FIELDS, RECORD_SIZE, DecodeChannels, consumer, producer, scheduler
 from flashtile.backends.hopper.device.parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records
 
@@ -19,7 +19,7 @@ def wide_cache_attention(call, maps, warps):
     """``kernel.cache_attention`` of 16-bit queries without windows and score functions; one program an SM.
 
     Args:
-        call: ``call.Call``, without its caches' addresses.
+        call: ``call.DecodeCall``, without its caches' addresses.
         maps: ``roles.Maps``.
         warps: ``roles.Warps``.
     """
@@ -35,15 +35,15 @@ def wide_cache_attention(call, maps, warps):
     q0 = make_rings(dtype, 64, DIM, 1, 0)
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (consumer, (Channels(parts, q0, keys, values), call, 0)),
-            (producer, (maps, Channels(parts, (), keys, values), call)),
+            (consumer, (DecodeChannels(parts, q0, keys, values), call, 0)),
+            (producer, (maps, DecodeChannels(parts, (), keys, values), call)),
             (scheduler, (parts, call)),
         ], [1, 1], [FEW, FEW])  # fmt: skip
     else:
         q1 = make_rings(dtype, 64, DIM, 1, 0)
         gl.warp_specialize([
-            (consumer, (Channels(parts, q0, keys, values), call, 0)),
-            (consumer, (Channels(parts, q1, keys, values), call, 1)),
-            (producer, (maps, Channels(parts, (), keys, values), call)),
+            (consumer, (DecodeChannels(parts, q0, keys, values), call, 0)),
+            (consumer, (DecodeChannels(parts, q1, keys, values), call, 1)),
+            (producer, (maps, DecodeChannels(parts, (), keys, values), call)),
             (scheduler, (parts, call)),
         ], [4, 1, 1], [REGISTERS, FEW, FEW])  # fmt: skip

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from flashtile.backends.gpu.decode import states, work
-from flashtile.backends.gpu.decode.kernel import Place, finish
+from flashtile.backends.gpu.decode.kernel import TilePlace, finish
 from flashtile.backends.gpu.device import softmax
 from flashtile.backends.hopper.device.fragments import from_thread_column, keep_columns, row_tops, thread_sums
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, thread_barrier, tma_load
@@ -15,9 +15,9 @@ from flashtile.backends.hopper.device.inline_ptx import compute_before_wait
 from flashtile.backends.hopper.device.parts import (
     HeadRows,
     add_products,
-    also,
+    append,
+    as_row_layout,
     box_of,
-    of_rows,
     rescale_rows,
     start_scores,
     wait_for_products,
@@ -35,7 +35,7 @@ RECORD_SIZE = gl.constexpr(32)
 
 
 @aggregate
-class Channels:
+class DecodeChannels:
     """What producer and consumers hand each other: records of parts, and rings of queries, keys and values.
 
     ``queries`` belong to one consumer, which loads them itself.
@@ -135,7 +135,7 @@ def load_block(desc, ring, use, records, parts, n, entry_rows, call):
                 table += entry
             entry = gl.load(table + row // PAGE_SIZE, mask=row < high, other=0)
             length, row = gl.minimum(gl.maximum(high - row // PAGE_SIZE * PAGE_SIZE, 0), PAGE_SIZE), row % PAGE_SIZE
-        boxes = also(boxes, (HeadRows(entry, h_kv, entry * entry_rows, length, True), row))
+        boxes = append(boxes, (HeadRows(entry, h_kv, entry * entry_rows, length, True), row))
     full = ring.acquire(use, call.schedule.BLOCK_N * call.q.BLOCK_DIM * 2)
     for i in gl.static_range(NUM_BOXES):
         for j in gl.static_range(call.q.BLOCK_DIM // COLS):
@@ -288,9 +288,11 @@ def end_part(
 ):
     """Finishes a tile that one part has; else stores the part's last state and folds the tile's if it is the last."""
     first = records.get(parts, "first")
-    place = Place(records.get(parts, "b"), 0, records.get(parts, "h_kv"), first)
-    shape = work.Shape(records.get(parts, "first_row"), records.get(parts, "num_rows"), 0, records.get(parts, "high"),
-                       0, 0, 0, records.get(parts, "num_states"), records.get(parts, "state_splits"))  # fmt: skip
+    place = TilePlace(records.get(parts, "b"), 0, records.get(parts, "h_kv"), first)
+    shape = work.SequenceWork(
+        records.get(parts, "first_row"), records.get(parts, "num_rows"), 0, records.get(parts, "high"), 0, 0, 0,
+        records.get(parts, "num_states"), records.get(parts, "state_splits"),
+    )  # fmt: skip
     if is_whole:
         run, run_max, run_sum = fold_to_stored(
             runs > 0, total_max, total_sum, run, run_max, run_sum, slot, records, parts, call, WARPGROUP
@@ -313,8 +315,8 @@ def operand(e, channels, zeros):
 @gluon.jit
 def end_split(acc, row_max, row_sum, run, run_max, run_sum, call):
     """The state of a run after a split of it; the split's sums are each thread's."""
-    row_max = of_rows(row_max, acc)
-    row_sum = of_rows(gl.sum(row_sum, 1), acc)
+    row_max = as_row_layout(row_max, acc)
+    row_sum = as_row_layout(gl.sum(row_sum, 1), acc)
     if call.schedule.splitting.RUN == 1:
         run, run_max, run_sum = acc, row_max, row_sum
     else:

@@ -12,22 +12,22 @@ from flashtile.backends.hopper.device.inline_ptx import select_at_least
 
 
 @gluon.jit
-def draw(like, pairs, cipher, call):
+def draw(layout_like, pairs, philox_key, call):
     """The words of all counters of a block; () without dropout. This takes the time, and needs no product."""
     if call.mods.dropout.rng_state_ptr is None:
         return ()
     else:
-        layout: gl.constexpr = quarter(like).type.layout
-        along = gl.arange(0, like.shape[0] // 2, gl.SliceLayout(1, layout))[:, None]
-        across = gl.arange(0, like.shape[1] // 2, gl.SliceLayout(0, layout))[None, :]
+        layout: gl.constexpr = quarter(layout_like).type.layout
+        along = gl.arange(0, layout_like.shape[0] // 2, gl.SliceLayout(1, layout))[:, None]
+        across = gl.arange(0, layout_like.shape[1] // 2, gl.SliceLayout(0, layout))[None, :]
         if pairs.keys_first:
-            return dropout.words(cipher, pairs.row // 2 + across, pairs.key // 2 + along, True)
+            return dropout.words(philox_key, pairs.row // 2 + across, pairs.key // 2 + along, True)
         else:
-            return dropout.words(cipher, pairs.row // 2 + along, pairs.key // 2 + across, True)
+            return dropout.words(philox_key, pairs.row // 2 + along, pairs.key // 2 + across, True)
 
 
 @gluon.jit
-def thinned(x, words, call, fill, KEYS_FIRST: gl.constexpr = False):
+def apply_dropout(x, words, call, fill, KEYS_FIRST: gl.constexpr = False):
     """A float32 block with ``fill`` where dropout drops; ``x`` itself without dropout. words: results of ``draw``."""
     if len(words) == 0:
         return x
@@ -36,10 +36,10 @@ def thinned(x, words, call, fill, KEYS_FIRST: gl.constexpr = False):
 
 
 @gluon.jit
-def numbers(words, like, KEYS_FIRST: gl.constexpr):
-    """One 16-bit random number per score, in the high half of an int32 (low half undefined), in like's layout."""
-    M: gl.constexpr = like.shape[0]
-    N: gl.constexpr = like.shape[1]
+def numbers(words, layout_like, KEYS_FIRST: gl.constexpr):
+    """One 16-bit random number per score, in an int32's high half (low half undefined), in ``layout_like``'s layout."""
+    M: gl.constexpr = layout_like.shape[0]
+    N: gl.constexpr = layout_like.shape[1]
     first, second = words
     # The order, along and across, by the bits of value 8: 00, 10, 01, 11.
     if KEYS_FIRST:
@@ -47,7 +47,7 @@ def numbers(words, like, KEYS_FIRST: gl.constexpr):
     else:
         four = gl.join(gl.join(first << 16, second << 16), gl.join(first, second))
     eights = gl.permute(gl.reshape(four, [M // 16, 8, N // 16, 8, 2, 2]), (0, 4, 1, 2, 5, 3))
-    return gl.convert_layout(gl.reshape(eights, [M, N]), like.type.layout)
+    return gl.convert_layout(gl.reshape(eights, [M, N]), layout_like.type.layout)
 
 
 @gluon.jit

@@ -111,7 +111,7 @@ def _of_tile(mod, at):
 def fetch(mods, pairs, x):
     """Each function's loads for a block like ``x``.
 
-    Tuples are added here, not by ``parts.also`` (``gpu.device``: tuples).
+    Tuples are added here, not by ``parts.append`` (``gpu.device``: tuples).
     """
     fetched = ()
     if has_score_mod(mods.SCORES):

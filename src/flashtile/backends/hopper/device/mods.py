@@ -24,7 +24,7 @@ from flashtile.backends.hopper.device import functions
 from flashtile.backends.hopper.device.fragments import as_before, by_thread, thread_columns, thread_start
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_row, as_tile, tma_load
 from flashtile.backends.hopper.device.inline_ptx import compute_before_barrier, compute_before_fence, keep, widen
-from flashtile.backends.hopper.device.parts import also
+from flashtile.backends.hopper.device.parts import append
 from flashtile.backends.hopper.device.ring import make_ring
 
 LOG2_E = softmax.LOG2_E
@@ -101,13 +101,13 @@ class Alibi:
         return gl.load(self.ptr + gl.cast(b, gl.int64) * self.stride_b + pairs.head).to(gl.float32)
 
     @gluon.jit
-    def add(self, x, pairs, slope, unit):
+    def add(self, x, pairs, slope, term_scale):
         """Adds the term with one register for a row, and immediates for columns."""
         start = pairs.distances(x).to(gl.float32)
         cols = thread_columns(x).to(gl.float32)
         if pairs.keys_first:
             cols = -cols
-        slope = slope * unit
+        slope = slope * term_scale
         if self.one_sided:
             # Not (start + cols) * slope, because its 32 sums for each row would take registers.
             t = (by_thread(x) + (start * slope)[:, None, :, None]) + cols * slope
@@ -136,10 +136,10 @@ class AlibiByMma:
         return first, slope
 
     @gluon.jit
-    def start(self, x, pairs, unit, ADDS: gl.constexpr):
+    def start(self, x, pairs, term_scale, ADDS: gl.constexpr):
         """Starts the product of slope and column, and adds ``x`` if it ADDS. The slope is split into three bfloat16."""
         layout: gl.constexpr = gl.DotOperandLayout(0, x.type.layout, 2)
-        slope = self.ahead(pairs, x)[1] * unit
+        slope = self.ahead(pairs, x)[1] * term_scale
         high = slope.to(gl.bfloat16).to(gl.float32)
         middle = (slope - high).to(gl.bfloat16).to(gl.float32)
         i = gl.arange(0, 16, gl.SliceLayout(0, layout))
@@ -148,7 +148,7 @@ class AlibiByMma:
         return warpgroup_mma(slopes, self.columns.permute((1, 0)), x, use_acc=ADDS, is_async=True)
 
     @gluon.jit
-    def rest(self, x, pairs, unit):
+    def rest(self, x, pairs, term_scale):
         """(scores, [M, 4] summands that a row's scores still lack, in base 2, to be added to the maximum)."""
         first, slope = self.ahead(pairs, x)
         start = pairs.distances(x)
@@ -156,7 +156,7 @@ class AlibiByMma:
         if not self.alibi.one_sided:  # noqa: SIM102
             if (first < x.shape[0]) & (first > -x.shape[1]):
                 past = gl.maximum(start[:, None, :, None] + thread_columns(x), 0).to(gl.float32)
-                x = as_before(by_thread(x) - past * (2.0 * slope * unit), x)
+                x = as_before(by_thread(x) - past * (2.0 * slope * term_scale), x)
         return x, ((start - thread_start(x)[1]).to(gl.float32) * (slope * LOG2_E),)
 
 
@@ -196,9 +196,9 @@ class ScoreTensor:
         return gl.load(at, mask=inside, other=0)
 
     @gluon.jit
-    def add(self, x, pairs, bias, unit):
+    def add(self, x, pairs, bias, term_scale):
         """The block with the bias added in a fused operation; see ``backward.roles.exponents``."""
-        return as_before(gl.fma(bias.to(gl.float32), unit, by_thread(x)), x)
+        return as_before(gl.fma(bias.to(gl.float32), term_scale, by_thread(x)), x)
 
     @gluon.jit
     def select(self, x, mask, fill):
@@ -247,26 +247,26 @@ class ScoreTiles:
         if self.desc.dtype == gl.uint8:
             # A mask's keys are read two at a time.
             even, _ = gl.split(by_thread(x))
-            like = gl.reshape(even, [x.shape[0], N // 2])
+            layout_like = gl.reshape(even, [x.shape[0], N // 2])
             dtype: gl.constexpr = gl.int16
             COLS: gl.constexpr = N // 2
         else:
-            like = x
+            layout_like = x
             dtype: gl.constexpr = self.desc.dtype
             COLS: gl.constexpr = N
         ROWS: gl.constexpr = self.desc.block_type.shape[2]
         buffer = ring.at(pairs.use)
         block = as_row(buffer, dtype, COLS) if ROWS == 1 else as_tile(buffer, dtype, COLS)
-        layout: gl.constexpr = like.type.layout
+        layout: gl.constexpr = layout_like.type.layout
         numbers = gl.zeros([ROWS, COLS], dtype, layout)
         if pairs.is_tile:
             numbers = block.load(layout)
         return numbers
 
     @gluon.jit
-    def add(self, x, pairs, bias, unit):
+    def add(self, x, pairs, bias, term_scale):
         """The block with the bias added."""
-        return x + widen(bias) * unit
+        return x + widen(bias) * term_scale
 
     @gluon.jit
     def select(self, x, mask, fill):
@@ -312,9 +312,9 @@ class Transforms:
         """The loads of terms, masks and the functions of ``records.Mods`` for a block like ``x``."""
         fetched = ()
         for i in gl.static_range(len(self.terms)):
-            fetched = also(fetched, self.terms[i].fetch(pairs, x))
+            fetched = append(fetched, self.terms[i].fetch(pairs, x))
         for i in gl.static_range(len(self.masks)):
-            fetched = also(fetched, self.masks[i].fetch(pairs, x))
+            fetched = append(fetched, self.masks[i].fetch(pairs, x))
         return fetched + functions.fetch(mods, pairs, x)
 
     @gluon.jit
@@ -326,21 +326,21 @@ class Transforms:
             s = quick_softcap(s, self.softcap, self.prescale)
         if self.scale_first:
             s = s * self.prescale
-        unit = LOG2_E / self.scale_log2
-        s = self.add_terms(s, pairs, fetched, unit)
+        term_scale = LOG2_E / self.scale_log2
+        s = self.add_terms(s, pairs, fetched, term_scale)
         if len(self.alibi_by_mma) > 0:
-            return self.alibi_by_mma[0].rest(s, pairs, unit)
+            return self.alibi_by_mma[0].rest(s, pairs, term_scale)
         else:
             return s, ()
 
     @gluon.jit
     def initial(self, x, pairs):
         """The accumulator before the product, from zeros ``x``: the early terms; ALiBi's product is started."""
-        unit = LOG2_E / self.scale_log2
+        term_scale = LOG2_E / self.scale_log2
         for i in gl.static_range(len(self.early)):
-            x = self.early[i].add(x, pairs, self.early[i].fetch(pairs, x), unit)
+            x = self.early[i].add(x, pairs, self.early[i].fetch(pairs, x), term_scale)
         for i in gl.static_range(len(self.alibi_by_mma)):
-            x = self.alibi_by_mma[i].start(x, pairs, unit, len(self.early) > 0)
+            x = self.alibi_by_mma[i].start(x, pairs, term_scale, len(self.early) > 0)
         return x
 
     @gluon.jit
@@ -363,10 +363,10 @@ class Transforms:
         return row_max
 
     @gluon.jit
-    def add_terms(self, x, pairs, fetched, unit):
-        """The block, plus each term multiplied by ``unit``."""
+    def add_terms(self, x, pairs, fetched, term_scale):
+        """The block, plus each term multiplied by ``term_scale``."""
         for i in gl.static_range(len(self.terms)):
-            x = self.terms[i].add(x, pairs, fetched[i], unit)
+            x = self.terms[i].add(x, pairs, fetched[i], term_scale)
         return x
 
     @gluon.jit
@@ -457,7 +457,7 @@ def score_tiles(some, N: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.cons
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(tile, desc.dtype)
         rings = ()
         for _ in gl.static_range(1 if ROWS == 1 else WARPGROUPS):
-            rings = also(rings, make_ring(desc.dtype, tile, layout, STAGES, WARPGROUPS if ROWS == 1 else 1))
+            rings = append(rings, make_ring(desc.dtype, tile, layout, STAGES, WARPGROUPS if ROWS == 1 else 1))
         return (ScoreTiles(desc, rings, gl.to_tensor(steps[0]), gl.to_tensor(steps[1])),)
     else:
         return ()

@@ -76,7 +76,7 @@ def part_at(cols, col, most=256):
 
 
 @gluon.jit
-def also(parts, part):
+def append(parts, part):
     """The parts with one more part."""
     return parts + (part,)  # noqa: RUF005
 
@@ -101,7 +101,7 @@ def with_parts(first, layout: gl.constexpr, COLS: gl.constexpr, most: gl.constex
     rings = (first,)
     for i in gl.static_range(1, num_parts(COLS, most)):
         buffers = gl.allocate_shared_memory(first.buffers.dtype, [shape[0], shape[1], width_of(COLS, i, most)], layout)
-        rings = also(rings, Ring(buffers, first.full, first.empty, first.stages, first.parts, first.COPIED))
+        rings = append(rings, Ring(buffers, first.full, first.empty, first.stages, first.parts, first.COPIED))
     return rings
 
 
@@ -117,32 +117,34 @@ def make_landings(rings, dtype: gl.constexpr, COLS: gl.constexpr, APART: gl.cons
         first = make_landing(rings[0])
         landings = (first,)
         for i in gl.static_range(1, len(rings)):
-            landings = also(landings, Ring(rings[i].buffers, first.full, first.empty, first.stages, first.parts, False))
+            landings = append(
+                landings, Ring(rings[i].buffers, first.full, first.empty, first.stages, first.parts, False)
+            )
         return landings
 
 
 @gluon.jit
-def load(desc, rings, use, strips, COLS: gl.constexpr):
+def load(desc, rings, use, segments, COLS: gl.constexpr):
     """Starts the load of a tile into a channel: equally many rows from each of ((``HeadRows``, first row), ...).
 
     An 8-bit tensor may be loaded into a 16-bit channel, into the first half of each part: see ``narrow``.
     """
     BYTES: gl.constexpr = desc.dtype.primitive_bitwidth // 8
-    ROWS: gl.constexpr = rings[0].buffers.shape[1] // len(strips)
-    # If there are several strips, each must be contiguous in shared memory: at most 128 bytes a row.
+    ROWS: gl.constexpr = rings[0].buffers.shape[1] // len(segments)
+    # If there are several segments, each must be contiguous in shared memory: at most 128 bytes a row.
     WIDEST: gl.constexpr = desc.block_type.shape[len(desc.block_type.shape) - 1]
     full = rings[0].acquire(use, rings[0].buffers.shape[1] * COLS * BYTES)
     tiles = tiles_at(rings, use)
     if desc.dtype.primitive_bitwidth < rings[0].buffers.dtype.primitive_bitwidth:
         narrowed = ()
         for i in gl.static_range(len(tiles)):
-            narrowed = also(narrowed, narrow(tiles[i], desc.dtype, COLS))
+            narrowed = append(narrowed, narrow(tiles[i], desc.dtype, COLS))
         tiles = narrowed
-    for i in gl.static_range(len(strips)):
+    for i in gl.static_range(len(segments)):
         boxes = ()
         for j in gl.static_range(len(tiles)):
-            boxes = also(boxes, box_of(tiles[j], i * ROWS, ROWS, 0))
-        load_boxes(desc, boxes, full, strips[i][0], strips[i][1], COLS, rings[0].buffers.shape[2], WIDEST)
+            boxes = append(boxes, box_of(tiles[j], i * ROWS, ROWS, 0))
+        load_boxes(desc, boxes, full, segments[i][0], segments[i][1], COLS, rings[0].buffers.shape[2], WIDEST)
 
 
 @gluon.jit
@@ -169,7 +171,7 @@ def tiles_at(rings, use):
     """The parts of a use."""
     tiles = ()
     for i in gl.static_range(len(rings)):
-        tiles = also(tiles, rings[i].at(use))
+        tiles = append(tiles, rings[i].at(use))
     return tiles
 
 
@@ -210,12 +212,12 @@ def used_of(tile, FIRST: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
-def held_tiles(rings, use, like, DIM: gl.constexpr):
+def held_tiles(rings, use, layout_like, DIM: gl.constexpr):
     """The parts of a use as left operands in registers; DIM as in ``start_scores``."""
     held = ()
     for i in gl.static_range(len(rings)):
         tile = used_of(rings[i].at(use), i * rings[0].buffers.shape[2], DIM)
-        held = also(held, tile.load(gl.DotOperandLayout(0, like.type.layout, 2)))
+        held = append(held, tile.load(gl.DotOperandLayout(0, layout_like.type.layout, 2)))
     return held
 
 
@@ -233,7 +235,7 @@ def zero_accumulators(M: gl.constexpr, rings):
     """A float32 zero accumulator [M, columns] for each part of a channel."""
     accs = ()
     for i in gl.static_range(len(rings)):
-        accs = also(accs, zero_accumulator(M, rings[i].buffers.shape[2]))
+        accs = append(accs, zero_accumulator(M, rings[i].buffers.shape[2]))
     return accs
 
 
@@ -249,7 +251,7 @@ def add_products(probs, v_rings, use, accs):
     """Starts the products of probabilities and values, one for each part."""
     started = ()
     for i in gl.static_range(len(accs)):
-        started = also(started, add_product(probs, v_rings[i].at(use), accs[i]))
+        started = append(started, add_product(probs, v_rings[i].at(use), accs[i]))
     return started
 
 
@@ -274,23 +276,23 @@ def rescale_rows(accs, factor):
     """Accumulators with rows multiplied by their factors."""
     scaled = ()
     for i in gl.static_range(len(accs)):
-        scaled = also(scaled, rescale(accs[i], of_rows(factor, accs[i]), accs[i].shape[1]))
+        scaled = append(scaled, rescale(accs[i], as_row_layout(factor, accs[i]), accs[i].shape[1]))
     return scaled
 
 
 @gluon.jit
-def times(accs, factor):
+def scale_by(accs, factor):
     """Accumulators multiplied by a number."""
     scaled = ()
     for i in gl.static_range(len(accs)):
-        scaled = also(scaled, accs[i] * factor)
+        scaled = append(scaled, accs[i] * factor)
     return scaled
 
 
 @gluon.jit
-def of_rows(x, like):
-    """[M] converted to the layout of like's rows."""
-    layout: gl.constexpr = gl.SliceLayout(1, like.type.layout)
+def as_row_layout(x, layout_like):
+    """[M] converted to the layout of ``layout_like``'s rows."""
+    layout: gl.constexpr = gl.SliceLayout(1, layout_like.type.layout)
     return gl.convert_layout(x, layout)
 
 
@@ -305,13 +307,13 @@ def pieces(x, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def store(desc, tiles, buffers, FIRST: gl.constexpr, STAGES: gl.constexpr, strips):
+def store(desc, tiles, buffers, FIRST: gl.constexpr, STAGES: gl.constexpr, segments):
     """Stores a tile by TMA, box by box: equally many rows to each of ((``HeadRows``, first row), ...).
 
     The tile passes through STAGES buffers from FIRST on; a buffer is reused once its last store has read it.
     """
-    BOX: gl.constexpr = desc.block_type.shape[4 if strips[0][0].varlen else 3]
-    ROWS: gl.constexpr = tiles[0].shape[0] // len(strips)
+    BOX: gl.constexpr = desc.block_type.shape[4 if segments[0][0].varlen else 3]
+    ROWS: gl.constexpr = tiles[0].shape[0] // len(segments)
     parts = ()
     for i in gl.static_range(len(tiles)):
         parts = parts + pieces(tiles[i], BOX)
@@ -323,6 +325,6 @@ def store(desc, tiles, buffers, FIRST: gl.constexpr, STAGES: gl.constexpr, strip
             tma_store_wait(STAGES - 1)
         buffer.store(parts[i])
         fence_async_shared()
-        for j in gl.static_range(len(strips)):
-            at = strips[j][0].at(strips[j][1], i * BOX)
+        for j in gl.static_range(len(segments)):
+            at = segments[j][0].at(segments[j][1], i * BOX)
             tma_store(desc, at, as_box(box_of(buffer, j * ROWS, ROWS, 0), desc))

@@ -98,7 +98,7 @@ class Paging(NamedTuple):
     shift: Any
 
 
-class Cache(NamedTuple):
+class CachedKeys(NamedTuple):
     """The places of a cached call's keys and values; only the device knows the lengths.
 
     Attributes:
@@ -145,7 +145,7 @@ class Keys(NamedTuple):
     Attributes:
         cu_seqlens: As there.
         length: As there; for a cache its capacity.
-        cache: ``Cache``, None if keys and values are tensors of their own.
+        cache: ``CachedKeys``, None if keys and values are tensors of their own.
         OWN_LENGTHS: Whether sequences have different numbers of keys.
         OWN_RIGHTS: Whether sequences have different right bounds of the band.
     """
@@ -185,7 +185,7 @@ class Output(NamedTuple):
     LSE_PARTS: Any = 1
 
 
-class Schedule(NamedTuple):
+class ForwardSchedule(NamedTuple):
     """A forward's tiles, with ``ForwardTiles``'s constants, and the division of tiles among programs.
 
     Attributes:
@@ -254,9 +254,9 @@ class Scales(NamedTuple):
     """Further arguments of a call with 8-bit tensors, besides ``Call``.
 
     Attributes:
-        q: ``gpu.device.records.Scale`` of q.
-        k: ``Scale`` of the keys.
-        v: ``Scale`` of the values.
+        q: ``gpu.device.records.BlockScale`` of q.
+        k: ``BlockScale`` of the keys.
+        v: ``BlockScale`` of the values.
         shift: Like lse: the amount that smoothing subtracted from a row's scores, or None.
         shift_scale: The factor that turns shift into exponents of 2.
         out: The divisor of the output, or None.

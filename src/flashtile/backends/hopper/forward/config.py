@@ -278,7 +278,9 @@ def choose(
     dims = widths(problem.head_dim, problem.head_dim_v)
     config = _two_warpgroups_of(problem, dims)
     bias_bytes = 0 if problem.bias_dtype is None else problem.bias_dtype.itemsize
-    takes_more = has_slope(problem) or is_dear(problem) or (problem.softcap > 0 and problem.score_function is not None)
+    takes_more = (
+        has_slope(problem) or is_expensive(problem) or (problem.softcap > 0 and problem.score_function is not None)
+    )
     if takes_more or (problem.listed and dims == (128, 128) and _loads_by_key(problem.mask_function)):
         config = _variant(two_warpgroups(*dims, 64), pingpong=config.pingpong)
     if problem.mask or bias_bytes:
@@ -355,7 +357,7 @@ def has_slope(problem: Problem) -> bool:
     return key is not None and not key.graph.is_const(key.graph.slope, 1.0)
 
 
-def is_dear(problem: Problem) -> bool:
+def is_expensive(problem: Problem) -> bool:
     """Whether users' functions load something for each pair or compute much for it, or twice for each key.
 
     Not what is read from a table of distances, which takes an address for each diagonal of a block. With lists a mask's

@@ -23,7 +23,7 @@ from flashtile.backends.hopper.forward.roles import (
     scheduler,
 )
 from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE
-from flashtile.backends.hopper.forward.softmax_step import Channels
+from flashtile.backends.hopper.forward.softmax_step import ForwardChannels
 
 
 @gluon.jit
@@ -34,7 +34,7 @@ def attention_forward(call, output, schedule):
         call: ``gpu.device.records.Call``, with rows by TMA alone, and with the tensors' lengths if packed. Its keys and
             mods are ``Keys`` and ``Mods`` from ``device.records``.
         output: ``device.records.Output``.
-        schedule: ``Schedule``.
+        schedule: ``ForwardSchedule``.
     """
     dtype: gl.constexpr = call.q.desc.dtype
     BLOCK_M: gl.constexpr = schedule.BLOCK_M
@@ -52,17 +52,17 @@ def attention_forward(call, output, schedule):
     q1 = make_rings(dtype, BLOCK_M, call.q.BLOCK_DIM, schedule.Q_STAGES, 1)
     if NUM_WARPGROUPS == 2:
         gl.warp_specialize([
-            (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
-            (consumer, (Channels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
-            (producer, (Channels(tiles, (q0, q1), keys, values, None), by_tma, source, call, schedule)),
+            (consumer, (ForwardChannels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
+            (consumer, (ForwardChannels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
+            (producer, (ForwardChannels(tiles, (q0, q1), keys, values, None), by_tma, source, call, schedule)),
             (scheduler, (tiles, source, call, schedule)),
         ], [4, 1, 1], [REGISTERS, FEW, FEW])  # fmt: skip
     else:
         q2 = make_rings(dtype, BLOCK_M, call.q.BLOCK_DIM, schedule.Q_STAGES, 1)
         gl.warp_specialize([
-            (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
-            (consumer, (Channels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
-            (consumer, (Channels(tiles, q2, keys, values, outputs), call, output, schedule, mod, 2)),
-            (producer, (Channels(tiles, (q0, q1, q2), keys, values, None), by_tma, source, call, schedule)),
+            (consumer, (ForwardChannels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
+            (consumer, (ForwardChannels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
+            (consumer, (ForwardChannels(tiles, q2, keys, values, outputs), call, output, schedule, mod, 2)),
+            (producer, (ForwardChannels(tiles, (q0, q1, q2), keys, values, None), by_tma, source, call, schedule)),
             (scheduler, (tiles, source, call, schedule)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, FEW, FEW])  # fmt: skip

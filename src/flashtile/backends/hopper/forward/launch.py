@@ -100,7 +100,7 @@ def launch_of(
         keys: Where keys are.
         rows: Keys and values as rows.
         output: Where results go.
-        has_edges: As in ``Schedule``.
+        has_edges: As in ``ForwardSchedule``.
         q_name: The operand of the queries.
         more: Further arguments of the kernel.
     """

@@ -13,9 +13,9 @@ from flashtile.backends.hopper.device.dropout import draw
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store_wait
 from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
 from flashtile.backends.hopper.device.parts import (
-    also,
+    append,
+    as_row_layout,
     load,
-    of_rows,
     pieces,
     start_of,
     store,
@@ -23,17 +23,17 @@ from flashtile.backends.hopper.device.parts import (
     zero_accumulators,
 )
 from flashtile.backends.hopper.forward.scheduler import (
+    block_at,
     key_rows,
     lse_at,
     next_tile,
-    number_of,
     publish_tile,
     queries_of,
     query_rows,
-    strips,
+    row_segments,
 )
 from flashtile.backends.hopper.forward.softmax_step import (
-    State,
+    SoftmaxState,
     add_last_values,
     first_probs,
     first_scores,
@@ -155,7 +155,7 @@ def producer(channels, score_tiles, source, call, schedule):
     while n_block > 0:
         n_block_min = records.get(tiles, "n_block_min")
         for warpgroup in gl.static_range(schedule.NUM_WARPGROUPS):
-            rows = strips(records, tiles, call, schedule, warpgroup)
+            rows = row_segments(records, tiles, call, schedule, warpgroup)
             load(call.q.desc, channels.queries[warpgroup], tiles, rows, call.q.BLOCK_DIM)
         n_block -= 1
         load_keys(channels, used, tiles, n_block, source, call, schedule)
@@ -191,20 +191,20 @@ def load_last_values(channels, use, tiles, source, call, schedule):
 @gluon.jit
 def load_keys(channels, use, tiles, n_block, source, call, schedule):
     """Starts the load of a block of keys."""
-    source.start_keys(channels.keys, use, channels.tiles, tiles, number_of(n_block, call, schedule), call, schedule)
+    source.start_keys(channels.keys, use, channels.tiles, tiles, block_at(n_block, call, schedule), call, schedule)
 
 
 @gluon.jit
 def load_values(channels, use, tiles, n_block, source, call, schedule):
     """Starts the load of a block of values."""
-    source.start_values(channels.values, use, channels.tiles, tiles, number_of(n_block, call, schedule), call, schedule)
+    source.start_values(channels.values, use, channels.tiles, tiles, block_at(n_block, call, schedule), call, schedule)
 
 
 @gluon.jit
 def load_score_tiles(score_tiles, records, tiles, use, n_block, call, schedule):
     """Starts the loads of the bias and the mask of a tile's rows and a block of keys."""
     if len(score_tiles) > 0:
-        key = number_of(n_block, call, schedule) * schedule.BLOCK_N
+        key = block_at(n_block, call, schedule) * schedule.BLOCK_N
     for i in gl.static_range(len(score_tiles)):
         b, head, row = records.get(tiles, "sequence"), records.get(tiles, "head"), records.get(tiles, "row")
         score_tiles[i].start(b, head, row, key, use)
@@ -240,14 +240,14 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
     BLOCK_M: gl.constexpr = schedule.BLOCK_M
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, schedule.BLOCK_N, 16])
     zeros = gl.zeros([BLOCK_M, schedule.BLOCK_N], gl.float32, s_layout)
-    # ``like`` has the dtype and layout of the probabilities.
-    like = gl.convert_layout(zeros.to(channels.keys[0].buffers.dtype), gl.DotOperandLayout(0, s_layout, 2))
+    # ``layout_like`` has the dtype and layout of the probabilities.
+    layout_like = gl.convert_layout(zeros.to(channels.keys[0].buffers.dtype), gl.DotOperandLayout(0, s_layout, 2))
     rows = WARPGROUP * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, s_layout))
     tiles = 0
     used = 0
     loop = open_tile(channels.tiles, tiles, call, schedule, rows, zeros, mod, WARPGROUP)
     e, row_max, row_sum, q = start_tile(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP)
-    probs = operand(e, like)
+    probs = operand(e, layout_like)
     used += loop.skipped
     if schedule.PINGPONG and schedule.NUM_WARPGROUPS - 1 == WARPGROUP:
         row_max = pingpong_arrive(row_max, 0)
@@ -257,7 +257,7 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
         if schedule.PINGPONG and call.mods.band.right is not None:  # noqa: SIM102
             if loop.skipped > 0:
                 row_max = pingpong_arrive(pingpong_wait(row_max, WARPGROUP), (WARPGROUP + 1) % schedule.NUM_WARPGROUPS)
-        state = State(probs, zero_accumulators(BLOCK_M, channels.values), factor, row_max, row_sum, q)
+        state = SoftmaxState(probs, zero_accumulators(BLOCK_M, channels.values), factor, row_max, row_sum, q)
         n_block = loop.n_block
         if schedule.PASSES_OVER:
             used, n_block = pass_over(channels, tiles, used, n_block, loop, call, schedule, WARPGROUP)
@@ -273,7 +273,7 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
             s, pairs, q = first_scores(channels, tiles + 1, used + 1, loop, zeros, call, schedule, mod, WARPGROUP)
             accs = add_last_values(channels, used, state)
             fetched = mod.fetch(pairs, zeros, call.mods)
-            words = draw(zeros, pairs, loop.cipher, call)
+            words = draw(zeros, pairs, loop.philox_key, call)
             s = warpgroup_mma_wait(len(accs), deps=[s])
             channels.keys[0].release(used + 1 + loop.skipped, loop.is_tile)
             if schedule.Q_STAGES > 1:
@@ -283,7 +283,7 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
             accs = wait_for_products(accs)
             channels.values[0].release(used)
             channels.values[0].skip(used + 1, loop.skipped, loop.is_tile)
-            probs = operand(e, like)
+            probs = operand(e, layout_like)
             epilogue(accs, state.row_max, state.row_sum, channels, tiles, call, output, schedule, WARPGROUP)
         else:
             accs = wait_for_products(add_last_values(channels, used, state))
@@ -293,7 +293,7 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
             e, row_max, row_sum, q = start_tile(
                 channels, tiles + 1, used + 1, loop, zeros, call, schedule, mod, WARPGROUP
             )
-            probs = operand(e, like)
+            probs = operand(e, layout_like)
         channels.tiles.ring.release(tiles)
         tiles += 1
         used += 1 + loop.skipped
@@ -326,7 +326,7 @@ def start_tile(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROU
     """The softmax state after a tile's first block, with no product under way; see ``first_probs``."""
     s, pairs, q = first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP)
     fetched = mod.fetch(pairs, zeros, call.mods)
-    words = draw(zeros, pairs, loop.cipher, call)
+    words = draw(zeros, pairs, loop.philox_key, call)
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)
     channels.keys[0].release(used + loop.skipped, loop.is_tile)
@@ -348,13 +348,13 @@ def epilogue(accs, row_max, row_sum, channels, tiles, call, output, schedule, WA
     if output.partial_out is None and output.desc is not None:
         out = ()
         for i in gl.static_range(len(accs)):
-            out = also(out, (accs[i] * of_rows(scale, accs[i])[:, None]).to(output.desc.dtype))
+            out = append(out, (accs[i] * as_row_layout(scale, accs[i])[:, None]).to(output.desc.dtype))
     else:
         row = records.get(tiles, "row") + WARPGROUP * schedule.BLOCK_M
         out, lse = join_partial(accs, scale, lse, where, row, call, output, schedule)
     if output.desc is not None:
         stages: gl.constexpr = channels.outputs.shape[0] // schedule.NUM_WARPGROUPS
-        own = strips(records, tiles, call, schedule, WARPGROUP)
+        own = row_segments(records, tiles, call, schedule, WARPGROUP)
         store(output.desc, out, channels.outputs, WARPGROUP * stages, stages, own)
     at = positions
     if schedule.PACK_GQA:
@@ -401,7 +401,7 @@ def join_partial(accs, scale, lse, where, row, call, output, schedule, FIRST: gl
     width: gl.constexpr = min(accs[len(accs) - 1].shape[1], most)
     own_cols: gl.constexpr = output.BLOCK_DIM if COLS is None else COLS
     for i in gl.static_range(len(accs)):
-        parts = pieces(accs[i] * of_rows(scale, accs[i])[:, None], width)
+        parts = pieces(accs[i] * as_row_layout(scale, accs[i])[:, None], width)
         for j in gl.static_range(len(parts)):
             x = parts[j]
             rows = row + gl.arange(0, schedule.BLOCK_M, gl.SliceLayout(1, x.type.layout))
@@ -412,10 +412,10 @@ def join_partial(accs, scale, lse, where, row, call, output, schedule, FIRST: gl
                 more_lse_at = lse_at(output.partial_lse, where, rows, call, output.LSE_PARTS)
                 more_lse = gl.load(more_lse_at, mask=rows < where.length, other=float("-inf"))
                 more = gl.load(output.partial_out + at, mask=inside, other=0.0)
-                x, log_sum = softmax.merge(x, of_rows(lse, x), more, more_lse)
+                x, log_sum = softmax.merge(x, as_row_layout(lse, x), more, more_lse)
                 joined_lse = gl.convert_layout(log_sum, lse.type.layout)
             if output.desc is None:
                 gl.store(output.ptr + at, x, mask=inside)
             else:
-                out = also(out, x.to(output.desc.dtype))
+                out = append(out, x.to(output.desc.dtype))
     return out, joined_lse

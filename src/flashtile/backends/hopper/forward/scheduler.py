@@ -6,10 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device import masks, tiles
-from flashtile.backends.gpu.device.records import Band
+from flashtile.backends.gpu.device.records import KeyBand
 from flashtile.backends.hopper.device import records
 from flashtile.backends.hopper.device.gluon_compat import aggregate
-from flashtile.backends.hopper.device.parts import HeadRows, also
+from flashtile.backends.hopper.device.parts import HeadRows, append
 from flashtile.backends.hopper.device.ring import FIRST_OWN, OWN_SLOTS, slot_of
 
 # The number of rows that share bounds of intervals.
@@ -156,7 +156,7 @@ def next_tile(step, source, call, schedule):
 def _blocks_of(first, last, tile, call, schedule):
     """``tiles.key_blocks`` for rows at positions in a tile's sequence."""
     return tiles.key_blocks(
-        first, last, tile.seqlen_q, tile.seqlen_k, Band(call.mods.band.left, tile.right, call.mods.band.chunk),
+        first, last, tile.seqlen_q, tile.seqlen_k, KeyBand(call.mods.band.left, tile.right, call.mods.band.chunk),
         schedule.BLOCK_N,
     )  # fmt: skip
 
@@ -188,14 +188,14 @@ def listed_blocks(tile, call, schedule):
 
 
 @gluon.jit
-def number_of(n_block, call, schedule):
+def block_at(n_block, call, schedule):
     """The number of the block of keys at a position of a tile's loop, which runs over a list or over all blocks.
 
     After the last tile the position is -1.
     """
     if call.mods.band.lists is not None:
         is_listed = (n_block >= 0) & (n_block < NOWHERE)
-        number = masks.number_of(gl.where(is_listed, n_block, 0), call.mods.band.lists, schedule.BLOCK_N)
+        number = masks.block_at(gl.where(is_listed, n_block, 0), call.mods.band.lists, schedule.BLOCK_N)
         return gl.where(is_listed, number, _LAST_KEY // schedule.BLOCK_N)
     else:
         return n_block
@@ -344,7 +344,7 @@ def queries_of(records, use, rows, call, schedule, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def strips(records, use, call, schedule, WARPGROUP: gl.constexpr):
+def row_segments(records, use, call, schedule, WARPGROUP: gl.constexpr):
     """A warpgroup's rows in a tile, by head: ((``HeadRows``, first position), ...)."""
     rows = query_rows(records, use, call)
     if schedule.PACK_GQA:
@@ -357,7 +357,7 @@ def strips(records, use, call, schedule, WARPGROUP: gl.constexpr):
                 is_first = head == call.heads.group_size
                 head = gl.where(is_first, 0, head)
                 position += gl.where(is_first, schedule.STRIP, 0)
-            found = also(found, (HeadRows(rows.b, rows.head + head, rows.start, rows.length, rows.varlen), position))
+            found = append(found, (HeadRows(rows.b, rows.head + head, rows.start, rows.length, rows.varlen), position))
         return found
     else:
         return ((rows, records.get(use, "row") + WARPGROUP * schedule.BLOCK_M),)

@@ -7,10 +7,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import masks, mods, softmax
-from flashtile.backends.gpu.device.dropout import cipher_of
-from flashtile.backends.gpu.device.records import Band
+from flashtile.backends.gpu.device.dropout import philox_key_of
+from flashtile.backends.gpu.device.records import KeyBand
 from flashtile.backends.hopper.device import functions
-from flashtile.backends.hopper.device.dropout import draw, thinned
+from flashtile.backends.hopper.device.dropout import apply_dropout, draw
 from flashtile.backends.hopper.device.fragments import (
     as_before,
     by_thread,
@@ -31,11 +31,11 @@ from flashtile.backends.hopper.device.parts import (
     wait_for_products,
 )
 from flashtile.backends.hopper.device.ring import Records
-from flashtile.backends.hopper.forward.scheduler import number_of, queries_of, query_rows
+from flashtile.backends.hopper.forward.scheduler import block_at, queries_of, query_rows
 
 
 @aggregate
-class Channels:
+class ForwardChannels:
     """The channels between producer and consumers: tile records, and rings of each part of queries, keys and values.
 
     ``queries`` belong to one warpgroup; the producer has a tuple for all warpgroups. ``outputs`` is shared memory from
@@ -56,8 +56,8 @@ class KeyLoop:
     Blocks outside [n_full_min, n_full_max) need a mask. ``skipped`` blocks, 0 or 1, above ``n_block`` are skipped.
     With lists, blocks are positions, blocks before ``n_partial_max`` are partial, and [n_full_min, n_full_max) are
     block numbers. ``first_keys`` and ``last_keys`` bound the keys that each row keeps, as ``from_thread_column`` counts
-    them. ``slope`` is ALiBi's, ``read`` holds the loads of users' functions once a tile, ``cipher`` is the head's for
-    dropout.
+    them. ``slope`` is ALiBi's, ``read`` holds the loads of users' functions once a tile, ``philox_key`` is the
+    head's for dropout.
     """
 
     is_tile: gl.tensor
@@ -71,12 +71,12 @@ class KeyLoop:
     slope: gl.tensor
     read: gl.tuple
     n_partial_max: gl.tensor
-    cipher: gl.tuple
+    philox_key: gl.tuple
     bits: gl.tensor
 
 
 @aggregate
-class State:
+class SoftmaxState:
     """The online softmax of a warpgroup's rows between two blocks of keys.
 
     ``probs`` belong to the last block and are not yet multiplied with its values. ``accs`` [BLOCK_M, ...], one for each
@@ -93,7 +93,7 @@ class State:
 
 
 @gluon.jit
-def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.constexpr):
+def open_tile(records, tiles, call, schedule, rows, layout_like, mod, WARPGROUP: gl.constexpr):
     """Waits for a tile's record, and reads the numbers that its loop needs."""
     records.ring.wait(tiles)
     n_block_max = records.get(tiles, "n_block_max")
@@ -124,17 +124,17 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
     right = call.mods.band.right
     if call.keys.OWN_RIGHTS:
         right = records.get(tiles, "right")
-    first_keys = from_thread_column(mods.first_key(positions, call.mods.band), like)
-    last = mods.last_key(positions, seqlen_k, Band(None, right, call.mods.band.chunk))
-    last_keys = from_thread_column(last, like)
+    first_keys = from_thread_column(mods.first_key(positions, call.mods.band), layout_like)
+    last = mods.last_key(positions, seqlen_k, KeyBand(None, right, call.mods.band.chunk))
+    last_keys = from_thread_column(last, layout_like)
     if call.mods.band.row_keys is not None:
         where = query_rows(records, tiles, call)
         exists = (where.b < call.queries.count) & (n_block_max > 0)
         start, end = masks.ends_of(
             call.mods.band.row_keys, where.b, where.head, records.get(tiles, "row") + rows, exists
         )
-        first_keys = gl.maximum(first_keys, from_thread_column(start, like))
-        last_keys = gl.minimum(last_keys, from_thread_column(end - 1, like))
+        first_keys = gl.maximum(first_keys, from_thread_column(start, layout_like))
+        last_keys = gl.minimum(last_keys, from_thread_column(end - 1, layout_like))
     slope = gl.to_tensor(0.0)
     if len(mod.alibi_by_mma) > 0:
         slope = mod.alibi_by_mma[0].alibi.fetch(query_rows(records, tiles, call), rows)
@@ -142,19 +142,19 @@ def open_tile(records, tiles, call, schedule, rows, like, mod, WARPGROUP: gl.con
     if functions.reads(call.mods.SCORES, call.mods.MASKS, call.mods.band.lists):
         where = query_rows(records, tiles, call)
         read = functions.of_tile(call.mods, where.b, where.head, (records.get(tiles, "row") + rows)[:, None])
-    cipher = ()
+    philox_key = ()
     if call.mods.dropout.rng_state_ptr is not None:
         where = query_rows(records, tiles, call)
-        cipher = cipher_of(call, where.b, where.head)
+        philox_key = philox_key_of(call, where.b, where.head)
     return KeyLoop(
         n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys, slope, read,
-        n_partial_max, cipher, bits,
+        n_partial_max, philox_key, bits,
     )  # fmt: skip
 
 
 @gluon.jit
 def block_pairs(records, tiles, use, loop, n_block, number, call, schedule, is_tile, WARPGROUP: gl.constexpr):
-    """The ``Pairs`` of a warpgroup's block; ``number`` is from ``number_of``. Without a tile the block has no rows."""
+    """The ``Pairs`` of a warpgroup's block; ``number`` is from ``block_at``. Without a tile the block has no rows."""
     where = query_rows(records, tiles, call)
     row = records.get(tiles, "row") + WARPGROUP * schedule.BLOCK_M
     seqlen_k = call.keys.length
@@ -210,9 +210,9 @@ def exponentials(s, scale_log2, finite_max, shift):
 
 
 @gluon.jit
-def operand(probs, like):
+def operand(probs, layout_like):
     """Probabilities as the left operand of their product with values."""
-    return gl.convert_layout(probs.to(like.dtype), like.type.layout)
+    return gl.convert_layout(probs.to(layout_like.dtype), layout_like.type.layout)
 
 
 @gluon.jit
@@ -231,11 +231,11 @@ def start_first_scores(channels, tiles, used, loop, x, q, ADDS: gl.constexpr = F
 
 @gluon.jit
 def first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP: gl.constexpr):
-    """(``start_first_scores`` added to the early terms, the block's ``Pairs``, the queries: see ``State``)."""
+    """(``start_first_scores`` added to the early terms, the block's ``Pairs``, the queries: see ``SoftmaxState``)."""
     score_tiles = mod.early_tiles + mod.late_tiles
     for i in gl.static_range(len(score_tiles)):
         score_tiles[i].ring(WARPGROUP).skip(used, loop.skipped, loop.is_tile)
-    number = number_of(loop.n_block, call, schedule)
+    number = block_at(loop.n_block, call, schedule)
     pairs = block_pairs(
         channels.tiles, tiles, used + loop.skipped, loop, loop.n_block, number, call, schedule, loop.is_tile, WARPGROUP
     )
@@ -255,7 +255,7 @@ def first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGR
 @gluon.jit
 def first_probs(s, mod, pairs, fetched, words, call, schedule, loop):
     """The softmax state after a tile's first block: (probs, row_max, row_sum)."""
-    edge = is_edge(loop, number_of(loop.n_block, call, schedule), call)
+    edge = is_edge(loop, block_at(loop.n_block, call, schedule), call)
     s, shift = shape_scores(s, mod, pairs, fetched, call, loop, edge, True)
     nothing = gl.full([schedule.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
     # MAY_BE_EMPTY: a tile may have no key at all, under any mask.
@@ -263,7 +263,7 @@ def first_probs(s, mod, pairs, fetched, words, call, schedule, loop):
     tops = mod.release(pairs, tops)
     row_max, finite_max, _ = softmax.raise_max(nothing, tops, True)
     e = exponentials(s, mod.scale_log2, finite_max, shift)
-    return thinned(e, words, call, 0.0), row_max, thread_sums(e)
+    return apply_dropout(e, words, call, 0.0), row_max, thread_sums(e)
 
 
 @gluon.jit
@@ -276,7 +276,7 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     docs/tuning-notes.md).
     """
     row_max, accs = state.row_max, state.accs
-    number = number_of(n_block, call, schedule)
+    number = block_at(n_block, call, schedule)
     edge = is_edge(loop, number, call)
     pairs = block_pairs(channels.tiles, tiles, used + 1, loop, n_block, number, call, schedule, True, WARPGROUP)
     x = mod.initial(zeros, pairs)
@@ -297,7 +297,7 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     # Three warpgroups have fewer registers, so tiles in shared memory, which load fast, are read after the wait.
     LATE: gl.constexpr = schedule.NUM_WARPGROUPS > 2 and len(mod.late_tiles) > 0
     fetched = () if LATE else mod.fetch(pairs, zeros, call.mods)
-    words = draw(zeros, pairs, loop.cipher, call)
+    words = draw(zeros, pairs, loop.philox_key, call)
     s = warpgroup_mma_wait(0 if schedule.IN_TURN else len(accs), deps=[s])
     if LATE:
         fetched = mod.fetch(pairs, zeros, call.mods)
@@ -319,11 +319,11 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     if schedule.NUM_WARPGROUPS == 2:
         # With three warpgroups the other two keep the tensor cores busy, and ptxas's early wait costs less.
         row_sum = compute_before_wait(row_sum)
-    probs = operand(thinned(e, words, call, 0.0), state.probs)
+    probs = operand(apply_dropout(e, words, call, 0.0), state.probs)
 
     accs = wait_for_products(accs)
     channels.values[0].release(used)
-    return State(probs, accs, factor, row_max, row_sum, state.q)
+    return SoftmaxState(probs, accs, factor, row_max, row_sum, state.q)
 
 
 @gluon.jit

@@ -4,10 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.decode import work
-from flashtile.backends.gpu.decode.kernel import Place, finish
+from flashtile.backends.gpu.decode.kernel import TilePlace, finish
 from flashtile.backends.gpu.device import softmax
 from flashtile.backends.hopper.device.gluon_compat import thread_barrier
-from flashtile.backends.hopper.device.parts import also
+from flashtile.backends.hopper.device.parts import append
 
 # Bits of a half tile's first counter for the number of stored states; bits above are for those who do not wait.
 STATE_BITS = gl.constexpr(8)
@@ -18,8 +18,8 @@ def end_part(accs, row_max, row_sum, records, parts, call, latent, HALF: gl.cons
     """Finishes a tile that one program has; else stores the part's state, and folds the tile's if it is the last."""
     PIECE: gl.constexpr = latent.PIECE
     first, num_rows = records.get(parts, "first"), records.get(parts, "num_rows")
-    place = Place(records.get(parts, "b"), 0, records.get(parts, "h_kv"), first)
-    shape = work.Shape(records.get(parts, "first_row"), num_rows, 0, records.get(parts, "high"), 0, 0, 0)
+    place = TilePlace(records.get(parts, "b"), 0, records.get(parts, "h_kv"), first)
+    shape = work.SequenceWork(records.get(parts, "first_row"), num_rows, 0, records.get(parts, "high"), 0, 0, 0)
     row, count = gl.arange(0, 64, row_max.type.layout), num_rows * call.GROUP - first
     whole = records.get(parts, "num_states") == 1
     slot = slot_of(records.get(parts, "origin"), records.get(parts, "state"), latent) + row
@@ -187,9 +187,9 @@ def fold(row, col, origin, num_states, count, call, latent, HALF: gl.constexpr, 
             has = (row < count) & (start + i < num_states)
             at = call.results.acc + slot.to(gl.int64)[:, None] * call.out.DIM + col
             stats = call.results.stats + 4 * slot + 2 * HALF
-            parts = also(parts, gl.load(at, mask=has[:, None], other=0.0, cache_modifier=".cg"))
-            tops = also(tops, gl.load(stats, mask=has, other=float("-inf"), cache_modifier=".cg"))
-            sums = also(sums, gl.load(stats + 1, mask=has, other=0.0, cache_modifier=".cg"))
+            parts = append(parts, gl.load(at, mask=has[:, None], other=0.0, cache_modifier=".cg"))
+            tops = append(tops, gl.load(stats, mask=has, other=float("-inf"), cache_modifier=".cg"))
+            sums = append(sums, gl.load(stats + 1, mask=has, other=0.0, cache_modifier=".cg"))
         for i in gl.static_range(AHEAD):
             top = gl.maximum(top, tops[i])
         finite_max = softmax.made_finite(top)

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.device.gluon_compat import aggregate
-from flashtile.backends.hopper.device.parts import also, make_rings
+from flashtile.backends.hopper.device.parts import append, make_rings
 from flashtile.backends.hopper.device.ring import Records, Ring, make_landing, make_records, make_ring, make_ring_beside
 from flashtile.backends.hopper.latent.roles import producer, scheduler, scorer, summer
 from flashtile.backends.hopper.latent.widening import widener
@@ -29,7 +29,7 @@ RECORD_SIZE = gl.constexpr(32)
 
 
 @aggregate
-class Channels:
+class LatentChannels:
     """Rings between the roles.
 
     Attributes:
@@ -59,7 +59,7 @@ def latent_attention(call, latent):
     """``gpu.decode.kernel.cache_attention`` of queries of values; one program an SM.
 
     Args:
-        call: ``call.Call``, without its caches' addresses.
+        call: ``call.DecodeCall``, without its caches' addresses.
         latent: ``records.Latent``.
     """
     dtype: gl.constexpr = latent.k.dtype
@@ -77,7 +77,7 @@ def latent_attention(call, latent):
     queries = make_rings(dtype, 64, call.out.DIM + call.q.DIM, 1, 1, 1, PIECE, COPIERS)
     values = ()
     for _ in gl.static_range(call.out.DIM // PIECE):
-        values = also(values, make_ring(dtype, [N, PIECE], of_values, STAGES, 1))
+        values = append(values, make_ring(dtype, [N, PIECE], of_values, STAGES, 1))
     keys = make_ring(dtype, [N, 64], of_keys, STAGES, 2)
     factors = make_ring_beside(keys, gl.float32, [64], of_rows)
     results = make_ring(gl.float32, [64], of_rows, 1, 2, 1, 2)
@@ -87,9 +87,9 @@ def latent_attention(call, latent):
         of_scales: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, SCALES], gl.float32)
         landings = ()
         for i in gl.static_range(len(values)):
-            landings = also(landings, make_landing(values[i]))
+            landings = append(landings, make_landing(values[i]))
         scales = make_ring(gl.float32, [N, SCALES], of_scales, STAGES, 1)
-        channels = Channels(parts, queries, values, landings, scales, keys, factors, results)
+        channels = LatentChannels(parts, queries, values, landings, scales, keys, factors, results)
         gl.warp_specialize([
             (scorer, (channels, call, latent)),
             (summer, (channels, call, latent, 0)),
@@ -99,7 +99,7 @@ def latent_attention(call, latent):
             (scheduler, (parts, call, latent)),
         ], [4, 4, 4, 1, 1], [REGISTERS, REGISTERS, latent.WIDE, FEW, FEW])  # fmt: skip
     else:
-        channels = Channels(parts, queries, values, values, factors, keys, factors, results)
+        channels = LatentChannels(parts, queries, values, values, factors, keys, factors, results)
         gl.warp_specialize([
             (scorer, (channels, call, latent)),
             (summer, (channels, call, latent, 0)),

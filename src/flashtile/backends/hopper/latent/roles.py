@@ -12,7 +12,7 @@ from flashtile.backends.hopper.device.gluon_compat import as_box, thread_barrier
 from flashtile.backends.hopper.device.inline_ptx import rescale
 from flashtile.backends.hopper.device.parts import (
     HeadRows,
-    also,
+    append,
     box_of,
     narrow,
     wait_for_products,
@@ -127,7 +127,7 @@ def pages_of(b, entry, high, n, call, latent):
             else:
                 table += entry
             found = gl.load(table + row // call.cache.PAGE_SIZE, mask=row < high, other=0)
-        pages = also(pages, found)
+        pages = append(pages, found)
     return pages
 
 
@@ -145,8 +145,8 @@ def boxes_of(pages, high, h_kv, n, v_entry_rows, k_entry_rows, call):
         if call.cache.pages is not None:
             first = row // PAGE_SIZE * PAGE_SIZE
             length, row = gl.minimum(gl.maximum(high - first, 0), PAGE_SIZE), row - first
-        of_values = also(of_values, (HeadRows(pages[i], h_kv, pages[i] * v_entry_rows, length, True), row))
-        of_keys = also(of_keys, (HeadRows(pages[i], h_kv, pages[i] * k_entry_rows, length, True), row))
+        of_values = append(of_values, (HeadRows(pages[i], h_kv, pages[i] * v_entry_rows, length, True), row))
+        of_keys = append(of_keys, (HeadRows(pages[i], h_kv, pages[i] * k_entry_rows, length, True), row))
     return of_values, of_keys
 
 
@@ -306,7 +306,7 @@ def summer(channels, call, latent, HALF: gl.constexpr):
     while records.get(parts, "is_part") > 0:
         accs, n = (), records.get(parts, "first_block")
         for _ in gl.static_range(COUNT):
-            accs = also(accs, zeros)
+            accs = append(accs, zeros)
         while n < records.get(parts, "stop_block"):
             channels.factors.wait(used)
             factor, started = channels.factors.at(used).load(rows), ()
@@ -315,10 +315,10 @@ def summer(channels, call, latent, HALF: gl.constexpr):
                 channels.values[2 * i + HALF].wait(used)
             scaled = ()
             for i in gl.static_range(COUNT):
-                scaled = also(scaled, rescale(accs[i], factor, PIECE))
+                scaled = append(scaled, rescale(accs[i], factor, PIECE))
             for i in gl.static_range(COUNT):
                 piece = channels.values[2 * i + HALF].at(used)
-                started = also(started, warpgroup_mma(channels.keys.at(used), piece, scaled[i], is_async=True))
+                started = append(started, warpgroup_mma(channels.keys.at(used), piece, scaled[i], is_async=True))
             for i in gl.static_range(COUNT):
                 started = wait_for_products(started, COUNT - 1 - i)
                 channels.values[2 * i + HALF].release(used)

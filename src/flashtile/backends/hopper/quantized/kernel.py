@@ -17,7 +17,7 @@ from flashtile.backends.hopper.device.parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records, make_ring
 from flashtile.backends.hopper.forward.roles import KeyTensors, make_outputs, producer, scheduler
 from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE
-from flashtile.backends.hopper.forward.softmax_step import Channels
+from flashtile.backends.hopper.forward.softmax_step import ForwardChannels
 from flashtile.backends.hopper.quantized.roles import consumer
 
 
@@ -29,7 +29,7 @@ def attention_quantized(call, scales, output, schedule, WIDTH: gl.constexpr, BEH
         call: As in ``attention_forward``, but v's map is ``launch.columns_map``.
         scales: ``Scales`` of blocks of 128 rows.
         output: As in ``attention_forward``, stored by TMA.
-        schedule: ``Schedule``.
+        schedule: ``ForwardSchedule``.
         WIDTH: As in ``roles.consumer``.
         BEHIND: As in ``roles.consumer``.
     """
@@ -58,17 +58,22 @@ def attention_quantized(call, scales, output, schedule, WIDTH: gl.constexpr, BEH
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     if NUM_WARPGROUPS == 2:
         gl.warp_specialize([
-            (consumer, (Channels(tiles, q0, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 0)),
-            (consumer, (Channels(tiles, q1, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 1)),
-            (producer, (Channels(tiles, (q0, q1), keys, values, None), (), source, call, schedule)),
+            (consumer, (ForwardChannels(tiles, q0, keys, values, out), call, scales, output, schedule, mod,
+                        WIDTH, BEHIND, 0)),
+            (consumer, (ForwardChannels(tiles, q1, keys, values, out), call, scales, output, schedule, mod,
+                        WIDTH, BEHIND, 1)),
+            (producer, (ForwardChannels(tiles, (q0, q1), keys, values, None), (), source, call, schedule)),
             (scheduler, (tiles, source, call, schedule)),
         ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
     else:
         q2 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
         gl.warp_specialize([
-            (consumer, (Channels(tiles, q0, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 0)),
-            (consumer, (Channels(tiles, q1, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 1)),
-            (consumer, (Channels(tiles, q2, keys, values, out), call, scales, output, schedule, mod, WIDTH, BEHIND, 2)),
-            (producer, (Channels(tiles, (q0, q1, q2), keys, values, None), (), source, call, schedule)),
+            (consumer, (ForwardChannels(tiles, q0, keys, values, out), call, scales, output, schedule, mod,
+                        WIDTH, BEHIND, 0)),
+            (consumer, (ForwardChannels(tiles, q1, keys, values, out), call, scales, output, schedule, mod,
+                        WIDTH, BEHIND, 1)),
+            (consumer, (ForwardChannels(tiles, q2, keys, values, out), call, scales, output, schedule, mod,
+                        WIDTH, BEHIND, 2)),
+            (producer, (ForwardChannels(tiles, (q0, q1, q2), keys, values, None), (), source, call, schedule)),
             (scheduler, (tiles, source, call, schedule)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.backends.gpu.device.records import LOG2_E, Scale
+from flashtile.backends.gpu.device.records import LOG2_E, BlockScale
 from flashtile.backends.gpu.launch import DEFAULT, Launch, TensorMap, pointer
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import EmptyPlan, ForwardPlan, Memory, forward_memory
@@ -62,7 +62,7 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Quanti
     )
     call_rows = rows_of(q, config.block_d), rows_of(k, config.block_d), rows_of(v, config.block_dv)
     each_scale = (("q_scale", t.q_scale), ("k_scale", t.k_scale), ("v_scale", t.v_scale))
-    q_scale, k_scale, v_scale = (Scale(pointer(each, name), *scale_strides(each)) for name, each in each_scale)
+    q_scale, k_scale, v_scale = (BlockScale(pointer(each, name), *scale_strides(each)) for name, each in each_scale)
     shift, out_scale = pointer(t.shift, "shift"), pointer(t.out_scale, "out_scale")
     scales = Scales(q_scale, k_scale, v_scale, shift, p.softmax_scale * LOG2_E, out_scale)
     arguments = {

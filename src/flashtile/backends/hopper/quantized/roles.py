@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from flashtile.backends.hopper.device.fragments import thread_sums
 from flashtile.backends.hopper.device.gluon_compat import aggregate, tma_store_wait
 from flashtile.backends.hopper.device.inline_ptx import packed_operand, pingpong_arrive, pingpong_wait
-from flashtile.backends.hopper.device.parts import start_scores, times
+from flashtile.backends.hopper.device.parts import scale_by, start_scores
 from flashtile.backends.hopper.forward.roles import epilogue
 from flashtile.backends.hopper.forward.scheduler import lse_offset, query_rows
 from flashtile.backends.hopper.forward.softmax_step import KeyLoop, open_tile, start_first_scores
@@ -26,13 +26,13 @@ from flashtile.backends.hopper.quantized.step import (
 
 
 @aggregate
-class State:
+class QuantizedState:
     """The online softmax of a warpgroup's rows between two blocks of keys.
 
     ``words`` are the last block's probabilities (``inline_ptx.packed``), not yet multiplied with its values; ``accs``
-    [BLOCK_M, WIDTH] must be multiplied by ``factor`` before that product is added, and are then in units of ``unit``,
-    the block's v_scale. They and ``row_sum`` [BLOCK_M, 4], each thread's partial sum, are scaled by 2^8. ``row_max`` is
-    in base 2. ``next_score`` and ``next_unit`` are the next block's scales, loaded ahead.
+    [BLOCK_M, WIDTH] must be multiplied by ``factor`` before that product is added, and are then in units of
+    ``value_scale``, the block's v_scale. They and ``row_sum`` [BLOCK_M, 4], each thread's partial sum, are scaled by
+    2^8. ``row_max`` is in base 2. ``next_score`` and ``next_value_scale`` are the next block's scales, loaded ahead.
     """
 
     words: gl.tensor
@@ -40,22 +40,22 @@ class State:
     factor: gl.tensor
     row_max: gl.tensor
     row_sum: gl.tensor
-    unit: gl.tensor
+    value_scale: gl.tensor
     next_score: gl.tensor
-    next_unit: gl.tensor
+    next_value_scale: gl.tensor
 
 
 @aggregate
-class Block:
+class ScoreBlock:
     """A block's complete products of queries and keys, their scale, and its values' scale."""
 
     s: gl.tensor
     score: gl.tensor
-    unit: gl.tensor
+    value_scale: gl.tensor
 
 
 @aggregate
-class Place:
+class StepPlace:
     """The place of a warpgroup's work: the tile, the use of the rings, and the block of keys."""
 
     tiles: gl.tensor
@@ -96,16 +96,16 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
                 row_sum = pingpong_arrive(row_sum, (WARPGROUP + 1) % schedule.NUM_WARPGROUPS, True)
         accs = zero_parts(BLOCK_M, output.BLOCK_DIM, WIDTH)
         n_block = loop.n_block
-        at = Place(tiles, used, n_block, loop, own)
+        at = StepPlace(tiles, used, n_block, loop, own)
         s, scale, row_max, finite_max, factor = raise_max(
             channels, at, row_max, block, call, schedule, mod, True, WARPGROUP
         )
         words, row_sum = probabilities(s, scale, finite_max, factor, row_sum, schedule, len(accs) == 1, WARPGROUP)
-        score, unit = fetch_block(scales, own, n_block - 1, schedule, True)
-        state = State(words, accs, factor, row_max, row_sum, block.unit, score, unit)
+        score, value_scale = fetch_block(scales, own, n_block - 1, schedule, True)
+        state = QuantizedState(words, accs, factor, row_max, row_sum, block.value_scale, score, value_scale)
         while n_block > loop.n_block_min:
             n_block -= 1
-            at = Place(tiles, used, n_block, loop, own)
+            at = StepPlace(tiles, used, n_block, loop, own)
             state = step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND, WARPGROUP)
             used += 1
         channels.values[0].wait(used)
@@ -115,7 +115,7 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
         # The next tile's first scores run during this tile's epilogue; after the last tile, on stale buffers.
         loop = open_tile(channels.tiles, tiles + 1, call, schedule, rows, zeros, mod, WARPGROUP)
         own = tile_scales(channels, tiles + 1, scales, loop, call, schedule, WARPGROUP)
-        score, unit = fetch_block(scales, own, loop.n_block, schedule, True)
+        score, value_scale = fetch_block(scales, own, loop.n_block, schedule, True)
         if not BEHIND:
             t = warpgroup_mma_wait(0, deps=[t])
             accs = add_product(t, accs, state.factor)
@@ -129,7 +129,7 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
         channels.keys[0].release(used + 1 + loop.skipped, loop.is_tile)
         channels.queries[0].release(tiles)
         channels.values[0].skip(used + 1, loop.skipped, loop.is_tile)
-        block = Block(s, score, unit)
+        block = ScoreBlock(s, score, value_scale)
         channels.tiles.ring.release(tiles)
         tiles += 1
         used += 1 + loop.skipped
@@ -140,18 +140,18 @@ def consumer(channels, call, scales, output, schedule, mod, WIDTH: gl.constexpr,
 
 @gluon.jit
 def first_block_of(channels, tiles, used, loop, own, zeros, scales, schedule):
-    """A tile's first ``Block``, with no other product under way."""
-    score, unit = fetch_block(scales, own, loop.n_block, schedule, True)
+    """A tile's first ``ScoreBlock``, with no other product under way."""
+    score, value_scale = fetch_block(scales, own, loop.n_block, schedule, True)
     s = start_first_scores(channels, tiles, used, loop, zeros, ())
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)
     channels.keys[0].release(used + loop.skipped, loop.is_tile)
-    return Block(s, score, unit)
+    return ScoreBlock(s, score, value_scale)
 
 
 @gluon.jit
 def step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND: gl.constexpr, WARPGROUP: gl.constexpr):
-    """Multiplies the probabilities of use ``used`` with its values; scores the block at a ``Place``, the next use."""
+    """Multiplies the probabilities of use ``used`` with its values; scores the next use's block, at a ``StepPlace``."""
     used, accs = at.used, state.accs
     probs = packed_operand(state.words, accs[0].shape[1])
     if BEHIND:
@@ -159,12 +159,12 @@ def step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND: gl.con
         s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros, ())
         channels.values[0].wait(used)
         accs, t = start_products(probs, channels.values[0].at(used), accs, state.factor)
-        score, unit = fetch_block(scales, at.own, at.n_block - 1, schedule, False)
+        score, value_scale = fetch_block(scales, at.own, at.n_block - 1, schedule, False)
         s = warpgroup_mma_wait(1, deps=[s])
     else:
         channels.values[0].wait(used)
         accs, t = start_products(probs, channels.values[0].at(used), accs, state.factor)
-        score, unit = fetch_block(scales, at.own, at.n_block - 1, schedule, False)
+        score, value_scale = fetch_block(scales, at.own, at.n_block - 1, schedule, False)
         t = warpgroup_mma_wait(0, deps=[t])
         accs = add_product(t, accs, state.factor)
         channels.values[0].release(used)
@@ -172,7 +172,7 @@ def step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND: gl.con
         s = start_scores(channels.queries, at.tiles, channels.keys, used + 1, zeros, ())
         s = warpgroup_mma_wait(0, deps=[s])
     channels.keys[0].release(used + 1)
-    block = Block(s, state.next_score, state.next_unit)
+    block = ScoreBlock(s, state.next_score, state.next_value_scale)
     s, scale, row_max, finite_max, factor = raise_max(
         channels, at, state.row_max, block, call, schedule, mod, schedule.HAS_EDGES, WARPGROUP
     )
@@ -181,8 +181,8 @@ def step(channels, at, state, zeros, call, schedule, mod, scales, BEHIND: gl.con
         channels.values[0].release(used)
         accs = add_product(t, accs, state.factor)
     words, row_sum = probabilities(s, scale, finite_max, factor, state.row_sum, schedule, len(accs) == 1, WARPGROUP)
-    factor = factor * (state.unit / block.unit)
-    return State(words, accs, factor, row_max, row_sum, block.unit, score, unit)
+    factor = factor * (state.value_scale / block.value_scale)
+    return QuantizedState(words, accs, factor, row_max, row_sum, block.value_scale, score, value_scale)
 
 
 @gluon.jit
@@ -199,7 +199,7 @@ def finish_tile(accs, state, channels, tiles, call, scales, output, schedule, WA
         exists = (rows < where.length) & (where.b < call.queries.count)
         shift = gl.load(scales.shift + lse_offset(where, call) + rows, mask=exists, other=0.0, volatile=VOLATILE)
         row_max += shift * scales.shift_scale
-    unit = state.unit
+    value_scale = state.value_scale
     if scales.out is not None:
-        unit = unit / gl.load(scales.out, volatile=VOLATILE)
-    epilogue(times(accs, unit), row_max, state.row_sum, channels, tiles, call, output, schedule, WARPGROUP)
+        value_scale = value_scale / gl.load(scales.out, volatile=VOLATILE)
+    epilogue(scale_by(accs, value_scale), row_max, state.row_sum, channels, tiles, call, output, schedule, WARPGROUP)

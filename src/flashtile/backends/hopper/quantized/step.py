@@ -9,7 +9,7 @@ from flashtile.backends.gpu.device import softmax
 from flashtile.backends.hopper.device.fragments import row_tops, thread_sums
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.inline_ptx import in_place, packed, pingpong_arrive, pingpong_wait, plus
-from flashtile.backends.hopper.device.parts import also, box_of
+from flashtile.backends.hopper.device.parts import append, box_of
 from flashtile.backends.hopper.forward.roles import SCALE_ROWS, first_scale
 from flashtile.backends.hopper.forward.scheduler import query_rows
 from flashtile.backends.hopper.forward.softmax_step import block_pairs, is_edge, shape_scores
@@ -115,7 +115,7 @@ def zero_parts(M: gl.constexpr, DIM_V: gl.constexpr, WIDTH: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     accs = ()
     for _ in gl.static_range(DIM_V // WIDTH):
-        accs = also(accs, gl.zeros([M, WIDTH], gl.float32, layout))
+        accs = append(accs, gl.zeros([M, WIDTH], gl.float32, layout))
     return accs
 
 
@@ -127,16 +127,16 @@ def start_products(probs, values, accs, factor):
     for i in gl.static_range(1, len(accs)):
         t = warpgroup_mma_wait(0, deps=[t])
         following = start_product(probs, box_of(values, i * accs[0].shape[1], accs[0].shape[1], 0), accs[i])
-        done = also(done, in_place(plus(accs[i - 1], factor, t)))
+        done = append(done, in_place(plus(accs[i - 1], factor, t)))
         t = following
-    return also(done, accs[len(accs) - 1]), t
+    return append(done, accs[len(accs) - 1]), t
 
 
 @gluon.jit
-def start_product(probs, values, like):
+def start_product(probs, values, layout_like):
     """Starts the product of probabilities and values, from 0."""
-    layout: gl.constexpr = like.type.layout
-    zeros = gl.zeros([like.shape[0], like.shape[1]], gl.float32, layout)
+    layout: gl.constexpr = layout_like.type.layout
+    zeros = gl.zeros([layout_like.shape[0], layout_like.shape[1]], gl.float32, layout)
     return warpgroup_mma(probs, values.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -146,5 +146,5 @@ def add_product(t, accs, factor):
     LAST: gl.constexpr = len(accs) - 1
     done = ()
     for i in gl.static_range(LAST):
-        done = also(done, accs[i])
-    return also(done, plus(accs[LAST], factor, t))
+        done = append(done, accs[i])
+    return append(done, plus(accs[LAST], factor, t))

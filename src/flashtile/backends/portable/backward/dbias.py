@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import masks, mods
-from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
+from flashtile.backends.gpu.device.dropout import keep_tile, philox_key_of
 from flashtile.backends.gpu.device.tiles import HeadRows, key_blocks, sequence_of
 from flashtile.backends.portable.backward.kernel import across, load_row_terms, probabilities
 from flashtile.backends.portable.device.tiles import load_rows, times_transposed
@@ -21,7 +21,7 @@ from flashtile.backends.portable.device.tiles import load_rows, times_transposed
 def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_rows, partial, tiles, in_part):
     """Adds dscores of BLOCK_M rows and BLOCK_N keys of one sequence and head, 0 where a row does not keep a key.
 
-    For a ``Partial`` it adds the gradient of what that loads: its result's gradient, times the derivative. in_part:
+    For a ``Derivative`` it adds the gradient of what that loads: its result's gradient, times the derivative. in_part:
     ``partial`` of ``mods.select``.
     """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
@@ -39,8 +39,8 @@ def tile_gradient(acc, head, queries, keys, m_first, n_first, call, douts, of_ro
     v = load_rows(HeadRows(call.v, head_kv, keys), n_first, BLOCK_N, True)
     dprobs = times_transposed(dout, v, INPUT_PRECISION)
     if call.mods.dropout.rng_state_ptr is not None:
-        cipher = cipher_of(call, head.b, head.h)
-        kept = keep_tile(call.mods.dropout, cipher, head.b, m_first, n_first, BLOCK_M, BLOCK_N)
+        philox_key = philox_key_of(call, head.b, head.h)
+        kept = keep_tile(call.mods.dropout, philox_key, head.b, m_first, n_first, BLOCK_M, BLOCK_N)
         dprobs = tl.where(kept, dprobs * call.mods.dropout.keep_scale, 0.0)
     dscores = mods.score_gradient(probs, dprobs, delta[:, None], slope, call.mods, True)
     if partial.functions is not None and not partial.IS_ONE:
@@ -75,7 +75,7 @@ def keeps_some(queries, keys, m_first, n_first, call, tiles):
 
 @triton.jit
 def attention_backward_dbias(call, douts, of_rows, dbias, partial, tiles):
-    """Computes one tile of ``BiasGradient``, contiguous, of one part of the batch, or the like of a ``Partial``."""
+    """Computes one tile of ``BiasGradient``, contiguous, of one part of the batch, or the like of a ``Derivative``."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     PACKED: tl.constexpr = call.queries.cu_seqlens is not None

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import masks, mods, softmax
-from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
+from flashtile.backends.gpu.device.dropout import keep_tile, philox_key_of
 from flashtile.backends.gpu.device.mods import multiple
 from flashtile.backends.gpu.device.tiles import (
     HeadRows,
@@ -29,7 +29,7 @@ from flashtile.backends.gpu.device.tiles import (
 from flashtile.backends.portable.device.tiles import (
     AT_ONCE,
     add_product,
-    also,
+    append,
     load_rows,
     locate,
     scaled,
@@ -67,7 +67,7 @@ def load_row_terms(of_rows, num_heads, head, queries, rows):
     at = (tl.cast(queries.batch_index, tl.int64) * num_heads + head.h) * of_rows.stride_head + queries.start
     lse = (tl.load(of_rows.lse + at + rows, mask=rows < queries.length, other=float("inf")),)
     if of_rows.rest is not None:
-        lse = also(lse, tl.load(of_rows.rest + at + rows, mask=rows < queries.length, other=0.0))
+        lse = append(lse, tl.load(of_rows.rest + at + rows, mask=rows < queries.length, other=0.0))
     delta = tl.load(of_rows.delta + at + rows, mask=rows < queries.length, other=0.0)
     return lse, delta
 
@@ -77,7 +77,7 @@ def across(lse, AXIS: tl.constexpr):
     """The tuple of lse with a dimension of 1 at AXIS, along which a block has its keys."""
     parts = ()
     for n in tl.static_range(len(lse)):
-        parts = also(parts, tl.expand_dims(lse[n], AXIS))
+        parts = append(parts, tl.expand_dims(lse[n], AXIS))
     return parts
 
 
@@ -106,14 +106,14 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
-    queries, n_first, cipher = place.queries, place.block * BLOCK_N, cipher_of(call, head.b, head.h)
+    queries, n_first, philox_key = place.queries, place.block * BLOCK_N, philox_key_of(call, head.b, head.h)
     row_at = (tl.cast(queries.batch_index, tl.int64) * call.heads.num_q + head.h) * of_rows.stride_head + queries.start
     cols = n_first + tl.arange(0, BLOCK_N)[:, None]
     LISTED: tl.constexpr = call.mods.band.lists is not None
     PACKED: tl.constexpr = call.queries.cu_seqlens is not None
     HAS_REST: tl.constexpr = of_rows.rest is not None
     for position in tl.range(visit.start, visit.stop):
-        m = masks.number_of(position, call.mods.band.lists, BLOCK_M)
+        m = masks.block_at(position, call.mods.band.lists, BLOCK_M)
         first = m * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
         is_wanted = True
@@ -156,7 +156,7 @@ def over_queries(dk, dv, k, v, visit, call, douts, of_rows, grads, tiles, head, 
             dprobs = times_transposed(v, dout, INPUT_PRECISION)
             kept_probs = probs
             if call.mods.dropout.rng_state_ptr is not None:
-                kept = tl.trans(keep_tile(call.mods.dropout, cipher, head.b, first, n_first, BLOCK_M, BLOCK_N))
+                kept = tl.trans(keep_tile(call.mods.dropout, philox_key, head.b, first, n_first, BLOCK_M, BLOCK_N))
                 kept_probs = tl.where(kept, probs, 0.0)
                 dprobs = tl.where(kept, dprobs * call.mods.dropout.keep_scale, 0.0)
             if grads.dv is not None:
@@ -176,7 +176,7 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
         douts: ``records.Rows`` of the output's gradient.
         of_rows: ``RowTerms``.
         grads: ``KeyGradients``.
-        tiles: ``tiles.Tiles``.
+        tiles: ``tiles.TileSizes``.
     """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
@@ -253,7 +253,7 @@ def attention_backward_dkdv(call, douts, of_rows, grads, tiles):
 def add_to_bias(sums, dscores, head, rows, cols, num_rows):
     """Adds a block of dscores to ``BiasSums``; rows [BLOCK_M] and cols [1, BLOCK_N] are its rows and keys."""
     h, row, col = head.h, rows[:, None], cols
-    pitch, num_cols = multiple(sums.cols, sums.UNIT), multiple(head.seqlen_k, sums.UNIT)
+    pitch, num_cols = multiple(sums.cols, sums.VECTOR), multiple(head.seqlen_k, sums.VECTOR)
     exists = (row < num_rows) & (col < num_cols)
     if sums.SUM_HEADS:
         h = 0
@@ -272,11 +272,11 @@ def over_keys(dq, q, dout, lse, delta, rows, visit, call, tiles, head, place, su
     """Adds the contribution of the key blocks of ``tiles.KeyBlocks`` to dq and sums."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
-    keys, cipher = place.keys, cipher_of(call, head.b, head.h)
+    keys, philox_key = place.keys, philox_key_of(call, head.b, head.h)
     head_kv = head.h // call.heads.group_size
     p = rows[:, None] + head.shift
     for position in tl.range(visit.start, visit.stop):
-        n = masks.number_of(position, call.mods.band.lists, BLOCK_N)
+        n = masks.block_at(position, call.mods.band.lists, BLOCK_N)
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         edge = visit.MASKED
@@ -291,7 +291,7 @@ def over_keys(dq, q, dout, lse, delta, rows, visit, call, tiles, head, place, su
         dprobs = times_transposed(dout, v, INPUT_PRECISION)
         if call.mods.dropout.rng_state_ptr is not None:
             m_first = place.block * tiles.BLOCK_M
-            kept = keep_tile(call.mods.dropout, cipher, head.b, m_first, first, tiles.BLOCK_M, BLOCK_N)
+            kept = keep_tile(call.mods.dropout, philox_key, head.b, m_first, first, tiles.BLOCK_M, BLOCK_N)
             dprobs = tl.where(kept, dprobs * call.mods.dropout.keep_scale, 0.0)
         if sums.ptr is not None:
             # The bias is added to scores that softcap has changed.
@@ -340,7 +340,7 @@ def least_lse(call, of_rows, tiles, numbers, count):
 
 @triton.jit
 def dq_of_rows(call, douts, of_rows, dq_ptr, ADDS: tl.constexpr, bias_sums, tiles, place):
-    """``attention_backward_dq`` of the tile at a ``tiles.Place``."""
+    """``attention_backward_dq`` of the tile at a ``tiles.HeadBlock``."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     LISTED: tl.constexpr = call.mods.band.lists is not None

@@ -33,7 +33,7 @@ from flashtile.backends.portable.backward.workspace import (
     row_terms,
 )
 from flashtile.backends.portable.config import for_repair, padded
-from flashtile.backends.portable.device.records import BiasGradient, BiasSums, ForwardResults, KeyGradients, Partial
+from flashtile.backends.portable.device.records import BiasGradient, BiasSums, Derivative, ForwardResults, KeyGradients
 from flashtile.backends.portable.records import (
     call_of,
     heads_at_once,
@@ -212,10 +212,10 @@ def dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool, repa
     if bias is not None:
         (heads, bias_rows, cols), (over_heads, over_rows, over_cols) = _bias_shape(problem, bias)
         assert call.mods.scores is not None
-        unit = call.mods.scores[-1].operands.UNIT  # the bias comes last
+        vector_width = call.mods.scores[-1].operands.VECTOR  # the bias comes last
         sums = BiasSums(
-            Pointer(torch.float32, "dbias"), bias_entries(problem, bias), heads, bias_rows, cols, unit, over_heads,
-            over_rows, over_cols,
+            Pointer(torch.float32, "dbias"), bias_entries(problem, bias), heads, bias_rows, cols, vector_width,
+            over_heads, over_rows, over_cols,
         )  # fmt: skip
     tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))
     arguments = {
@@ -288,7 +288,7 @@ def _dbias_launch(problem: Problem, tensors: Tensors, dout: Tensor) -> Launch:
         "douts": rows,
         "of_rows": row_terms(problem, tensors),
         "dbias": dbias,
-        "partial": Partial(None, 0),
+        "partial": Derivative(None, 0),
         "tiles": tiles_of(config),
     }
     programs = _bias_tiles(problem, bias) * parts

@@ -24,7 +24,7 @@ from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import Memory
 from flashtile.backends.portable.backward.config import choose
 from flashtile.backends.portable.config import PortableTiles
-from flashtile.backends.portable.device.records import BiasGradient, Diagonals, Partial, Places
+from flashtile.backends.portable.device.records import BiasGradient, Derivative, Diagonals, Places
 from flashtile.backends.portable.records import call_of, num_programs, tiles_of
 from flashtile.call.functions import Function, score_function
 from flashtile.call.problem import Problem, Tensors
@@ -100,7 +100,7 @@ def launch_of(problem: Problem, t: Tensors, dout: Tensor, of_rows: Any, share: S
     call, rows = call_of(problem, t, config, ("q", "k", "v", "dout"), dout, masks=masks, has_own_slope=False)
     made = module_of(function.graph.text, table_of(problem) is not None)
     is_one = function.graph.is_const(function.graph.partials[share.number].slope, 1.0)
-    partial = Partial(made.partials, share.number, is_one)
+    partial = Derivative(made.partials, share.number, is_one)
     arguments: dict[str, Any] = {"call": call, "douts": rows, "of_rows": of_rows}
     tiles = tiles_of(config)
     if share.way in ("rows", "keys", "pairs"):

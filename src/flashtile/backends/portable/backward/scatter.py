@@ -30,7 +30,7 @@ def keeps_diagonal(lowest, greatest, shift, band):
 
 @triton.jit
 def attention_backward_diagonals(call, douts, of_rows, partial, diagonals, tiles):
-    """Sums the gradients of ``dbias.Partial`` by distance, of one head, over the tiles of one block of diagonals.
+    """Sums the gradients of ``dbias.Derivative`` by distance, of one head, over the tiles of one block of diagonals.
 
     All of its tiles are as far from the diagonal, so what they have at one place in a tile is summed as it is; only the
     last sum is turned, so that diagonals become columns. BLOCK_M is a multiple of BLOCK_N.
@@ -67,7 +67,7 @@ def attention_backward_diagonals(call, douts, of_rows, partial, diagonals, tiles
 
 @triton.jit
 def attention_backward_places(call, douts, of_rows, partial, places, tiles):
-    """Adds the gradients of ``dbias.Partial`` of BLOCK_M rows of one head to their ``Places``."""
+    """Adds the gradients of ``dbias.Derivative`` of BLOCK_M rows of one head to their ``Places``."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     place = locate(call, tiles, None)

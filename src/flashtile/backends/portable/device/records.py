@@ -13,7 +13,7 @@ def widths(cols: int) -> list[int]:
     return [1 << bit for bit in reversed(range(cols.bit_length())) if cols >> bit & 1]
 
 
-class Tiles(NamedTuple):
+class TileSizes(NamedTuple):
     """The last argument of the portable kernels.
 
     Attributes:
@@ -69,8 +69,8 @@ class KeyGradients(NamedTuple):
 class BiasSums(NamedTuple):
     """dbias in float32, contiguous ``(entries, heads, rows, cols)`` and initially 0; ptr is None if it is not wanted.
 
-    Sequence b adds to entry ``b % entries``. UNIT is ``ScoreTensor``'s. A SUM_ constant is True if the bias broadcasts
-    along that dimension. It holds constants, so it is only passed as an argument, never assigned.
+    Sequence b adds to entry ``b % entries``. VECTOR is ``ScoreTensor``'s. A SUM_ constant is True if the bias
+    broadcasts along that dimension. It holds constants, so it is only passed as an argument, never assigned.
     """
 
     ptr: Any
@@ -78,7 +78,7 @@ class BiasSums(NamedTuple):
     heads: Any
     rows: Any
     cols: Any
-    UNIT: Any
+    VECTOR: Any
     SUM_HEADS: Any
     SUM_ROWS: Any
     SUM_COLS: Any
@@ -130,7 +130,7 @@ class BiasGradient(NamedTuple):
     SUM_COLS: Any
 
 
-class Partial(NamedTuple):
+class Derivative(NamedTuple):
     """The derivative of the user's score mod by one load; functions is None for the gradient of a bias.
 
     IS_ONE says that the derivative is 1. It holds constants, so it is only passed as an argument, never assigned.
@@ -183,9 +183,9 @@ class Scales(NamedTuple):
     """Further arguments of a call with 8-bit tensors, besides ``records.Call``.
 
     Attributes:
-        q: ``records.Scale``.
-        k: ``records.Scale``.
-        v: ``records.Scale``.
+        q: ``records.BlockScale``.
+        k: ``records.BlockScale``.
+        v: ``records.BlockScale``.
         shift: Like lse: ``q . mean(k)`` of each row if the keys' mean was subtracted, else None.
         out: The divisor of the output, or None.
     """

@@ -32,7 +32,7 @@ widths = triton.constexpr_function(_widths)
 AT_ONCE = tl.constexpr(8)
 
 
-class Place(NamedTuple):
+class HeadBlock(NamedTuple):
     """A tile: a block of one head of one sequence, with the ``tiles.Sequence`` of its queries and of its keys.
 
     ``b == batch`` means rows past the last packed sequence, which have no keys, or keys without rows.
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 @triton.jit
 def locate(call, tiles, splits, tile=None):
-    """The ``Place`` of this program's tile: of query rows, or with ``splits`` of keys for one split of a group.
+    """The ``HeadBlock`` of this program's tile: of query rows, or with ``splits`` of keys for one split of a group.
 
     tile: The tile's number, or a tensor of numbers, if a program has more than one tile.
 
@@ -85,7 +85,7 @@ def locate(call, tiles, splits, tile=None):
         # A tile past the end of a packed sequence keeps its block number.
         num_blocks = (queries.length + BLOCK - 1) // BLOCK
         block = tl.where(block < num_blocks, longest_first(block, num_blocks, True), block)
-    return Place(b, head, block, queries, keys)
+    return HeadBlock(b, head, block, queries, keys)
 
 
 @triton.constexpr_function
@@ -113,7 +113,7 @@ def width_of(cols, part):
 
 
 @triton.jit
-def also(parts, part):
+def append(parts, part):
     """The parts with one more part."""
     return parts + (part,)
 
@@ -123,7 +123,7 @@ def zeros(BLOCK: tl.constexpr, COLS: tl.constexpr):
     """A tile [BLOCK, COLS] of float32 zeros."""
     parts = ()
     for p in tl.static_range(num_parts(COLS)):
-        parts = also(parts, tl.zeros([BLOCK, width_of(COLS, p)], tl.float32))
+        parts = append(parts, tl.zeros([BLOCK, width_of(COLS, p)], tl.float32))
     return parts
 
 
@@ -132,7 +132,7 @@ def scaled(tile, factor):
     """A tile multiplied by one factor, or by a factor for each row."""
     parts = ()
     for p in tl.static_range(len(tile)):
-        parts = also(parts, tile[p] * factor)
+        parts = append(parts, tile[p] * factor)
     return parts
 
 
@@ -150,7 +150,7 @@ def add_product(tile, x, y, PRECISION: tl.constexpr):
     """``tile + x @ y`` for a tensor x [rows of tile, rows of y] and a tile y with as many columns."""
     parts = ()
     for p in tl.static_range(len(tile)):
-        parts = also(parts, tl.dot(x, y[p], tile[p], input_precision=PRECISION))
+        parts = append(parts, tl.dot(x, y[p], tile[p], input_precision=PRECISION))
     return parts
 
 
@@ -166,7 +166,7 @@ def load_rows(of, first, BLOCK: tl.constexpr, CHECK: tl.constexpr):
     """
     parts = ()
     for p in tl.static_range(num_parts(of.rows.BLOCK_DIM)):
-        parts = also(parts, load_part(of, first, p, BLOCK, CHECK))
+        parts = append(parts, load_part(of, first, p, BLOCK, CHECK))
     return parts
 
 

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.device import masks, mods, softmax
-from flashtile.backends.gpu.device.dropout import cipher_of, keep_tile
+from flashtile.backends.gpu.device.dropout import keep_tile, philox_key_of
 from flashtile.backends.gpu.device.tiles import HeadRows, KeyBlocks, key_blocks, phase_blocks
 from flashtile.backends.portable.device.tiles import (
     AT_ONCE,
     add_product,
-    also,
+    append,
     load_contiguous,
     load_rows,
     locate,
@@ -32,11 +32,11 @@ def attend(acc, row_max, row_sum, q, m_first, visit, call, tiles, head, keys):
     """Adds the key blocks of ``tiles.KeyBlocks`` to the softmax state of BLOCK_M rows."""
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     INPUT_PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
-    cipher = cipher_of(call, head.b, head.h)
+    philox_key = philox_key_of(call, head.b, head.h)
     head_kv = head.h // call.heads.group_size
     p = m_first + tl.arange(0, tiles.BLOCK_M)[:, None] + head.shift
     for position in tl.range(visit.start, visit.stop):
-        n = masks.number_of(position, call.mods.band.lists, BLOCK_N)
+        n = masks.block_at(position, call.mods.band.lists, BLOCK_N)
         first = n * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)[None, :]
         k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK_N, visit.MASKED)
@@ -50,7 +50,7 @@ def attend(acc, row_max, row_sum, q, m_first, visit, call, tiles, head, keys):
         x = mods.select(x, call.mods, head, at, float("-inf"), edge, visit.PARTIAL, given)
         probs, rescale, row_max, row_sum = softmax.update(row_max, row_sum, x, scale_log2, True, call.mods.LARGE)
         if call.mods.dropout.rng_state_ptr is not None:
-            kept = keep_tile(call.mods.dropout, cipher, head.b, m_first, first, tiles.BLOCK_M, BLOCK_N)
+            kept = keep_tile(call.mods.dropout, philox_key, head.b, m_first, first, tiles.BLOCK_M, BLOCK_N)
             probs = tl.where(kept, probs, 0.0)
         v = load_rows(HeadRows(call.v, head_kv, keys), first, BLOCK_N, visit.MASKED)
         acc = add_product(scaled(acc, rescale[:, None]), probs.to(v[0].dtype), v, INPUT_PRECISION)
@@ -74,7 +74,7 @@ def scaled_or_zero(tile, factor):
     """``scaled``, but 0 where the factor is, so that an empty row is 0 even if a key that it masks has a NaN in v."""
     parts = ()
     for p in tl.static_range(len(tile)):
-        parts = also(parts, tl.where(factor == 0.0, 0.0, tile[p] * factor))
+        parts = append(parts, tl.where(factor == 0.0, 0.0, tile[p] * factor))
     return parts
 
 
@@ -87,7 +87,7 @@ def merged(tile, lse, more, more_lse, LARGE: tl.constexpr):
             part, both_lse = softmax.merge_in_parts(tile[p], lse, more[p], more_lse)
         else:
             part, both_lse = softmax.merge(tile[p], lse, more[p], more_lse)
-        parts = also(parts, part)
+        parts = append(parts, part)
     return parts, both_lse
 
 
@@ -115,7 +115,7 @@ def attention_forward(call, output, tiles):
     Args:
         call: ``records.Call``; for packed sequences its lengths are the rows of the packed tensors.
         output: ``records.Output``.
-        tiles: ``tiles.Tiles``.
+        tiles: ``tiles.TileSizes``.
     """
     place = locate(call, tiles, None)
     if place.block * tiles.BLOCK_M >= place.queries.length:
@@ -158,7 +158,7 @@ def have_lost(call, output, tiles, numbers, count):
 
 @triton.jit
 def attend_rows(call, output, tiles, place, wanted):
-    """``attention_forward`` of the tile at a ``tiles.Place``; wanted: which rows to store, or None for all."""
+    """``attention_forward`` of the tile at a ``tiles.HeadBlock``; wanted: which rows to store, or None for all."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_N: tl.constexpr = tiles.BLOCK_N
     LISTED: tl.constexpr = call.mods.band.lists is not None

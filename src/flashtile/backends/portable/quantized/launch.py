@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.gpu.device.records import Call, Output, Rows, Scale
+from flashtile.backends.gpu.device.records import BlockScale, Call, Output, Rows
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import ForwardPlan, Memory, forward_memory
@@ -51,7 +51,7 @@ def quantized_launch(problem: Problem, tensors: QuantizedTensors, config: Portab
         Rows(pointer(t.v, "v"), None, batch, dim, head, p.head_dim_v, block_dv, 1, t.v.dim() == 3),
         *sequences_of(p, t), heads_of(p), plain_mods(p, t.q.shape[-3] + t.k.shape[-3], t.sinks),
     )  # fmt: skip
-    q, k, v = (Scale(pointer(getattr(t, name), name), *scale_strides(getattr(t, name))) for name in _SCALES)
+    q, k, v = (BlockScale(pointer(getattr(t, name), name), *scale_strides(getattr(t, name))) for name in _SCALES)
     scales = Scales(q, k, v, pointer(t.shift, "shift"), pointer(t.out_scale, "out_scale"))
     output = Output(Pointer(p.out_dtype, "out"), Pointer(torch.float32, "lse"), None, None)
     tiles = tiles_of(config, heads_at_once(p, t.k, t.k))

@@ -25,7 +25,7 @@ SPLITS: tl.constexpr = tl.constexpr(records.MEAN_SPLITS)
 MOST_KEYS: tl.constexpr = tl.constexpr(_MOST_KEYS)
 
 
-class Block(NamedTuple):
+class SequenceBlock(NamedTuple):
     """128 rows of a sequence.
 
     Attributes:
@@ -58,7 +58,7 @@ def adds(part, half, dim, width):
 
 
 @triton.jit
-def also(parts, part):
+def append(parts, part):
     """One part more."""
     return parts + (part,)  # noqa: RUF005
 
@@ -75,7 +75,7 @@ def bounds_of(sequences, b):
 
 @triton.jit
 def block_at(slot, sequences, SEARCH: tl.constexpr):
-    """The ``Block`` of a number from 0 on; a packed one may have no rows."""
+    """The ``SequenceBlock`` of a number from 0 on; a packed one may have no rows."""
     if sequences.cu_seqlens is None:
         blocks = (sequences.length + BLOCK - 1) // BLOCK
         b, index = slot // blocks, slot % blocks
@@ -90,7 +90,7 @@ def block_at(slot, sequences, SEARCH: tl.constexpr):
         start, length = bounds_of(sequences, b)
         first = (slot - start // BLOCK - b) * BLOCK
         stop = tl.where(b == sequences.count - 1, sequences.length - start, length)
-    return Block(b, start, first, length, stop, index)
+    return SequenceBlock(b, start, first, length, stop, index)
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def load_parts(x, block, row, h, DIM: tl.constexpr, WIDTH: tl.constexpr):
     parts = ()
     for p in tl.static_range(DIM // WIDTH):
         col = tl.arange(0, WIDTH)[None, :] + p * WIDTH
-        parts = also(parts, tl.load(at + col, mask=(row < block.length)[:, None], other=0.0))
+        parts = append(parts, tl.load(at + col, mask=(row < block.length)[:, None], other=0.0))
     return parts
 
 
@@ -126,18 +126,18 @@ def turned(parts, angles, position, WIDTH: tl.constexpr):
                 part = parts[p].to(tl.float32)
                 a, b = part.reshape(part.shape[0], WIDTH // 2, 2).split()
                 cos, sin = load_angles(angles, position, p * WIDTH // 2, WIDTH // 2)
-                found = also(found, tl.join(a * cos - b * sin, b * cos + a * sin).reshape(part.shape[0], WIDTH))
+                found = append(found, tl.join(a * cos - b * sin, b * cos + a * sin).reshape(part.shape[0], WIDTH))
             else:
-                found = also(found, parts[p])
+                found = append(found, parts[p])
     else:
         HALF: tl.constexpr = angles.DIM // 2 // WIDTH
         for p in tl.static_range(HALF):
             a, b = parts[p].to(tl.float32), parts[p + HALF].to(tl.float32)
             cos, sin = load_angles(angles, position, p * WIDTH, WIDTH)
-            found, seconds = also(found, a * cos - b * sin), also(seconds, b * cos + a * sin)
+            found, seconds = append(found, a * cos - b * sin), append(seconds, b * cos + a * sin)
         found = found + seconds
         for p in tl.static_range(2 * HALF, len(parts)):
-            found = also(found, parts[p])
+            found = append(found, parts[p])
     return found
 
 
@@ -163,11 +163,11 @@ def add_parts(parts, HALF: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr)
     found = ()
     for i in tl.static_range(DIM // WIDTH):
         if adds(i, HALF, DIM, WIDTH) == 0:
-            found = also(found, parts[i])
+            found = append(found, parts[i])
         elif adds(i, HALF, DIM, WIDTH) == 1:
-            found = also(found, parts[i] + parts[i + HALF])
+            found = append(found, parts[i] + parts[i + HALF])
         else:
-            found = also(found, parts[i - HALF] - parts[i])
+            found = append(found, parts[i - HALF] - parts[i])
     return found
 
 
@@ -184,7 +184,7 @@ def rotated(parts, seed, dtype: tl.constexpr, ROTATE: tl.constexpr, DIM: tl.cons
         part = tl.dot(high, matrix, input_precision=ROTATE)
         if parts[p].dtype != dtype:
             part = tl.dot((parts[p] - high.to(tl.float32)).to(dtype), matrix, part)
-        found = also(found, part * norm_of(p, DIM, WIDTH))
+        found = append(found, part * norm_of(p, DIM, WIDTH))
     for stage in tl.static_range(4):
         if 1 << stage < DIM // WIDTH:
             found = add_parts(found, 1 << stage, DIM, WIDTH)
@@ -213,7 +213,7 @@ def rows_of_head(
                 shift += tl.sum(part * center, 1)
             else:
                 part = tl.where((row < block.length)[:, None], part - center, 0.0)
-        parts = also(parts, part)
+        parts = append(parts, part)
     return parts, shift
 
 
@@ -247,7 +247,7 @@ def decide_scale(peak, largest, scales, block, h):
         peak: The block's largest magnitude, which decides if there is no ``largest``.
         largest: ``PerHead`` of the largest magnitudes, as ``raise_largest`` leaves them.
         scales: ``PerHead`` of the scales.
-        block: ``Block``.
+        block: ``SequenceBlock``.
         h: The head.
     """
     if largest.ptr is not None:
@@ -349,7 +349,7 @@ def sum_keys(source, sequences, angles, sums_ptr):
     # Past the last one a row is past the sequence.
     number = (split * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     row = (number * length // tl.minimum(tl.maximum(length, 1), MOST_KEYS)).to(tl.int32)
-    parts = load_parts(source, Block(b, start, 0, length, length, 0), row, h, DIM, WIDTH)
+    parts = load_parts(source, SequenceBlock(b, start, 0, length, length, 0), row, h, DIM, WIDTH)
     totals = turned(parts, angles, row, WIDTH)
     at = sums_ptr + ((tl.cast(b, tl.int64) * source.num_heads + h) * SPLITS + split) * DIM + tl.arange(0, WIDTH)
     for p in tl.static_range(DIM // WIDTH):
@@ -364,7 +364,7 @@ def mean_of_keys(sums_ptr, mean_ptr, sequences, num_heads, rounding, DIM: tl.con
     entry, col, split, parts = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH), tl.arange(0, SPLITS), ()
     for p in tl.static_range(DIM // WIDTH):
         at = (entry * SPLITS + split)[:, None] * DIM + col[None, :] + p * WIDTH
-        parts = also(parts, tl.load(sums_ptr + at) / keys)
+        parts = append(parts, tl.load(sums_ptr + at) / keys)
     if rounding.ROTATE is not None:
         # This rotates the sums, which are as many rows as a product of matrices takes.
         parts = rotated(parts, rounding.seed, tl.float32, "ieee", DIM, WIDTH)

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.device.gluon_compat import copy_async
-from flashtile.backends.hopper.device.parts import also, box_of, start_of, tiles_at, width_of
+from flashtile.backends.hopper.device.parts import append, box_of, start_of, tiles_at, width_of
 from flashtile.backends.hopper.forward.paged.pages import place_in_pages
 
 
@@ -27,23 +27,23 @@ def gather_block(operand, rings, use, records, tiles, n_block, call, schedule):
     keys = n_block * schedule.BLOCK_N + gl.arange(0, ROWS, one_a_lane(ROWS, WARPS)) + (n_block >> 30)
     starts = ()
     for i in gl.static_range(PASSES):
-        starts = also(starts, starts_of(operand, records, tiles, keys + i * ROWS, call))
-    head = records.get(tiles, "head_kv").to(gl.int64) * (operand.stride_head // operand.UNIT) * operand.UNIT
+        starts = append(starts, starts_of(operand, records, tiles, keys + i * ROWS, call))
+    head = records.get(tiles, "head_kv").to(gl.int64) * (operand.stride_head // operand.VECTOR) * operand.VECTOR
     rings[0].claim(use)
     parts = tiles_at(rings, use)
     for i in gl.static_range(PASSES):
         pieces = ()
         for j in gl.static_range(len(parts)):
-            pieces = also(pieces, box_of(parts[j], i * ROWS, ROWS, 0))
+            pieces = append(pieces, box_of(parts[j], i * ROWS, ROWS, 0))
         copy_rows(operand, operand.ptr + head, starts[i], pieces)
     rings[0].publish_copies(use)
 
 
 @gluon.jit
 def starts_of(operand, records, tiles, keys, call):
-    """The beginnings of rows for some of a tile's keys, in units of ``operand.UNIT`` elements; -1 past the last key."""
+    """Where rows of some of a tile's keys begin, in units of ``operand.VECTOR`` elements; -1 past the last key."""
     page, row = place_in_pages(records, tiles, keys, call)
-    start = page * (operand.stride_b // operand.UNIT) + row * (operand.stride_row // operand.UNIT)
+    start = page * (operand.stride_b // operand.VECTOR) + row * (operand.stride_row // operand.VECTOR)
     return gl.where(keys < records.get(tiles, "seqlen_k"), start, -1)
 
 
@@ -54,7 +54,7 @@ def copy_rows(operand, ptr, starts, parts):
     BOX: gl.constexpr = min(width_of(COLS, -1), 64)
     layout: gl.constexpr = rows_by_lanes(parts[0].shape[0], BOX, gl.num_warps())
     starts = gl.convert_layout(starts, gl.SliceLayout(1, layout))
-    exists, rows = (starts >= 0)[:, None], ptr + (starts.to(gl.int64) * operand.UNIT)[:, None]
+    exists, rows = (starts >= 0)[:, None], ptr + (starts.to(gl.int64) * operand.VECTOR)[:, None]
     for i in gl.static_range(len(parts)):
         for j in gl.static_range(parts[i].shape[1] // BOX):
             copy_box(operand, rows, exists, box_of(parts[i], j * BOX, BOX), start_of(COLS, i) + j * BOX, layout)

@@ -14,7 +14,7 @@ from flashtile.backends.hopper.forward.paged.keys import PagedKeys
 from flashtile.backends.hopper.forward.paged.widening import widener
 from flashtile.backends.hopper.forward.roles import consumer, few_registers, make_outputs, producer, scheduler
 from flashtile.backends.hopper.forward.scheduler import FIELDS, OWN_FIELDS, RECORD_SIZE
-from flashtile.backends.hopper.forward.softmax_step import Channels
+from flashtile.backends.hopper.forward.softmax_step import ForwardChannels
 
 
 @gluon.jit
@@ -62,36 +62,37 @@ def paged_forward(call, output, schedule, helpers):
         landed_values = make_landings(values, call.v.desc.dtype, call.v.BLOCK_DIM, APART, MOST)
     if WIDENS and NUM_WARPGROUPS == 2:
         gl.warp_specialize([
-            (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
-            (consumer, (Channels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
-            (widener, (Channels(tiles, (), keys, values, None), (landed_keys, landed_values), call, schedule)),
-            (producer, (Channels(tiles, (q0, q1), landed_keys, landed_values, None), by_tma, source, call, schedule)),
+            (consumer, (ForwardChannels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
+            (consumer, (ForwardChannels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
+            (widener, (ForwardChannels(tiles, (), keys, values, None), (landed_keys, landed_values), call, schedule)),
+            (producer, (ForwardChannels(tiles, (q0, q1), landed_keys, landed_values, None), by_tma, source, call,
+                        schedule)),
             (scheduler, (tiles, source, call, schedule)),
         ], [4, WARPS, 1, 1], [REGISTERS, MANY, FEW, FEW])  # fmt: skip
     elif WIDENS:
         q2 = make_rings(dtype, BLOCK_M, call.q.BLOCK_DIM, schedule.Q_STAGES, 1)
-        landed = Channels(tiles, (q0, q1, q2), landed_keys, landed_values, None)
+        landed = ForwardChannels(tiles, (q0, q1, q2), landed_keys, landed_values, None)
         gl.warp_specialize([
-            (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
-            (consumer, (Channels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
-            (consumer, (Channels(tiles, q2, keys, values, outputs), call, output, schedule, mod, 2)),
-            (widener, (Channels(tiles, (), keys, values, None), (landed_keys, landed_values), call, schedule)),
+            (consumer, (ForwardChannels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
+            (consumer, (ForwardChannels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
+            (consumer, (ForwardChannels(tiles, q2, keys, values, outputs), call, output, schedule, mod, 2)),
+            (widener, (ForwardChannels(tiles, (), keys, values, None), (landed_keys, landed_values), call, schedule)),
             (producer, (landed, by_tma, source, call, schedule)),
             (scheduler, (tiles, source, call, schedule)),
         ], [4, 4, WARPS, 1, 1], [REGISTERS, REGISTERS, MANY, FEW, FEW])  # fmt: skip
     elif NUM_WARPGROUPS == 2:
         gl.warp_specialize([
-            (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
-            (consumer, (Channels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
-            (producer, (Channels(tiles, (q0, q1), keys, values, None), by_tma, source, call, schedule)),
+            (consumer, (ForwardChannels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
+            (consumer, (ForwardChannels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
+            (producer, (ForwardChannels(tiles, (q0, q1), keys, values, None), by_tma, source, call, schedule)),
             (scheduler, (tiles, source, call, schedule)),
         ], [4, LOADERS, 1], [REGISTERS, OF_LOADERS, FEW])  # fmt: skip
     else:
         q2 = make_rings(dtype, BLOCK_M, call.q.BLOCK_DIM, schedule.Q_STAGES, 1)
         gl.warp_specialize([
-            (consumer, (Channels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
-            (consumer, (Channels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
-            (consumer, (Channels(tiles, q2, keys, values, outputs), call, output, schedule, mod, 2)),
-            (producer, (Channels(tiles, (q0, q1, q2), keys, values, None), by_tma, source, call, schedule)),
+            (consumer, (ForwardChannels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
+            (consumer, (ForwardChannels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
+            (consumer, (ForwardChannels(tiles, q2, keys, values, outputs), call, output, schedule, mod, 2)),
+            (producer, (ForwardChannels(tiles, (q0, q1, q2), keys, values, None), by_tma, source, call, schedule)),
             (scheduler, (tiles, source, call, schedule)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, FEW, FEW])  # fmt: skip

@@ -12,7 +12,7 @@ from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import indices
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.device.records import Cache, CacheScale, Helpers, Keys, Paging
+from flashtile.backends.hopper.device.records import CachedKeys, CacheScale, Helpers, Keys, Paging
 from flashtile.backends.hopper.forward.config import narrowest
 from flashtile.backends.hopper.forward.launch import launch_of, meets_edges
 from flashtile.backends.hopper.forward.paged import config as configs
@@ -24,7 +24,7 @@ from flashtile.call.problem import Problem, Tensors
 paged_forward = device_code("flashtile.backends.hopper.forward.paged.kernel").paged_forward
 
 # Elements of the 16 bytes that one copy of a thread moves.
-_UNIT = 8
+_VECTOR = 8
 # A batch of up to so many tiles a sequence, in the mean, is taken for a mixed one, of decodes and prompts.
 _MOST_TILES_OF_MIXED = 8
 
@@ -46,7 +46,7 @@ def cached_launch(problem: Problem, tensors: CacheTensors, leaves: tuple[int, in
         rows = q.shape[-3] * (p.group_size if config.pack_gqa else 1)
         mixed = int(rows <= _MOST_TILES_OF_MIXED * tile * p.batch)
     gathers = config.gathers
-    cache = Cache(
+    cache = CachedKeys(
         indices(t.cache_seqlens, "cache_seqlens"),
         None if t.k is None else indices(t.cu_seqlens_k_new, "cu_seqlens_k_new"),
         t.k.shape[1] if t.k is not None and has_new else 0,
@@ -89,7 +89,7 @@ def _copied_keys(tensors: CacheTensors, config: PagedTiles) -> tuple[Rows, Rows]
 
     def rows(name: str, cache: Tensor, width: int) -> Rows:
         entry, row, head, _ = cache.stride()
-        return Rows(pointer(cache, name), None, entry, row, head, cache.shape[3], width, _UNIT, False)
+        return Rows(pointer(cache, name), None, entry, row, head, cache.shape[3], width, _VECTOR, False)
 
     return rows("k_cache", tensors.k_cache, config.block_d), rows("v_cache", tensors.v_cache, config.block_dv)
 

@@ -4,7 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.device.parts import HeadRows, also
+from flashtile.backends.hopper.device.parts import HeadRows, append
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def cached_keys(records, use, n_block, call, schedule, FILLS: gl.constexpr):
             page, length = _of_lane(pages, lanes, i), gl.to_tensor(0)
             if FILLS:
                 length = _of_lane(lengths, lanes, i)
-            found = also(found, (_rows_of(page, length, head, call, FILLS), gl.to_tensor(0)))
+            found = append(found, (_rows_of(page, length, head, call, FILLS), gl.to_tensor(0)))
         return found
 
 
