@@ -212,14 +212,13 @@ def check_parts(plan, lengths_q, lengths_k, layout, batch):
             for call in x.calls:
                 found.update(pairs_of(call, some, seen, lengths_q, lengths_k, batch))
         assert max(found.values(), default=1) == 1 and found.total() == whole
-    for joined, apart in ((own.joined, own.remote_rows), (own.whole, own.common)):
-        if joined is not None:
-            (step,) = (step for step in plan.steps if step.number and step.calls)
-            theirs = rows_of_plan(lengths_k, plan.world, step.source, layout, batch)
-            seen = [theirs[place] for span in step.spans for place in range(*span)] + keys[slice(*joined.keys)]
-            pairs = list(pairs_of(*joined.calls, rows[slice(*joined.rows)], seen, lengths_q, lengths_k, batch))
-            assert len(set(pairs)) == len(pairs) == sum(call.pairs for call in (*step.calls, *apart.calls))
-            assert len(seen) <= max(plan.keys, len(theirs))
+    if (joined := own.joined) is not None:
+        (step,) = (step for step in plan.steps if step.number and step.calls)
+        theirs = rows_of_plan(lengths_k, plan.world, step.source, layout, batch)
+        seen = [theirs[place] for span in step.spans for place in range(*span)] + keys[slice(*joined.keys)]
+        pairs = list(pairs_of(*joined.calls, rows[slice(*joined.rows)], seen, lengths_q, lengths_k, batch))
+        assert len(set(pairs)) == len(pairs) == sum(call.pairs for call in (*step.calls, *own.remote_rows.calls))
+        assert len(seen) <= max(plan.keys, len(theirs))
     outside = {row for step in plan.steps[1:] for call in step.calls for row in _rows_with_keys(call)}
     assert all(row < own.remote_rows.rows[1] for row in outside)
     theirs = {place for step in plan.steps for span in step.back for place in range(*span)}
@@ -273,8 +272,8 @@ def test_a_cut_document_stands_apart():
     check_pairs(lengths, lengths, 2, layout, CAUSAL)
     first, second = plans_of(lengths, lengths, 2, layout, CAUSAL)
     assert first.own.private.rows == (100, 300) and second.own.private.rows == (150, 300)
-    assert second.own.whole.rows == (0, 150) and second.steps[1].spans == ((0, 100),)
-    assert len(second.own.whole.calls) == 1 and second.own.whole.calls[0].band == CAUSAL
+    assert second.own.joined.rows == (0, 150) and second.steps[1].spans == ((0, 100),)
+    assert len(second.own.joined.calls) == 1 and second.own.joined.calls[0].band == CAUSAL
 
 
 @given(cases, st.booleans())

@@ -217,7 +217,6 @@ class Own:
             ``remote_rows`` is all of ``common``, and only private rows are local.
         joined: If exactly one remote step has calls and few rows need it, one fused call: those rows over the step's
             keys, then over their own keys. Otherwise None.
-        whole: The same fused call for all rows and keys of ``common``, if these are few beside the private ones.
         shared_keys: The rows of ``common`` over the keys from the first to the last that other ranks see.
         private_keys: The rows of ``common`` over the keys before and after ``shared_keys``. Empty if ``shared_keys``
             has half of the keys or more.
@@ -228,7 +227,6 @@ class Own:
     remote_rows: OwnShare
     local_rows: OwnShare
     joined: OwnShare | None
-    whole: OwnShare | None
     shared_keys: OwnShare
     private_keys: tuple[OwnShare, ...]
 
@@ -269,11 +267,9 @@ def own_of(ring: RankRing, rank: int, batch: int, steps: Sequence[RingStep]) -> 
     shared = min(rows_open, -(-last // BLOCK) * BLOCK)
     if batch == 1 and rows_open - shared > rows_open // _FEW_ROWS:
         remote_rows, local_rows = share((0, shared), everything[1]), share((shared, rows), (0, keys))
-    joined = whole = None
+    joined = None
     if batch == 1 and 2 * remote_rows.rows[1] <= rows:
-        joined = _joined(ring, rank, steps, remote_rows.rows, None)
-    if private is not None and 2 * rows_open <= rows:
-        whole = _joined(ring, rank, steps, *everything)
+        joined = _joined(ring, rank, steps, remote_rows.rows)
     seen = [span for other in range(ring.world) if other != rank for span in ring.seen(other, rank)]
     if not seen:
         shared_keys, private_keys = share(everything[0], (0, 0)), (common,)
@@ -284,19 +280,16 @@ def own_of(ring: RankRing, rank: int, batch: int, steps: Sequence[RingStep]) -> 
             shared_keys = share(everything[0], (first, stop))
             around = ((start, end) for start, end in ((0, first), (stop, keys_open)) if start < end)
             private_keys = tuple(share(everything[0], each) for each in around)
-    return Own(private, common, remote_rows, local_rows, joined, whole, shared_keys, private_keys)
+    return Own(private, common, remote_rows, local_rows, joined, shared_keys, private_keys)
 
 
-def _joined(
-    ring: RankRing, rank: int, steps: Sequence[RingStep], rows: tuple[int, int], keys: tuple[int, int] | None
-) -> OwnShare | None:
-    """Rows over the keys of the one step with calls, then over own keys; by default the own keys that the rows see."""
+def _joined(ring: RankRing, rank: int, steps: Sequence[RingStep], rows: tuple[int, int]) -> OwnShare | None:
+    """Rows over the keys of the one step with calls, then over the own keys that they see."""
     busy = [step for step in steps if step.number and step.calls]
     if len(busy) != 1:
         return None
-    if keys is None:
-        ends = [(each.key, each.key + each.keys) for each in ring.rectangles(rank, rank, rows)]
-        keys = min((a for a, _ in ends), default=0) // ALIGNED * ALIGNED, max((b for _, b in ends), default=0)
+    ends = [(each.key, each.key + each.keys) for each in ring.rectangles(rank, rank, rows)]
+    keys = min((a for a, _ in ends), default=0) // ALIGNED * ALIGNED, max((b for _, b in ends), default=0)
     total = busy[0].keys + keys[1] - keys[0]
     # Buffers have room for one shard.
     if total > shard_length(sum(ring.lengths_k), ring.world, 0):

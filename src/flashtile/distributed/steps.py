@@ -87,8 +87,7 @@ class Steps:
         last = next((step for step in reversed(plan.steps) if step.calls), None)
         self._local_rows = launches(own.local_rows.calls, True)
         self._private = unshared(() if own.private is None else own.private.calls)
-        self._joins = most_keys is None
-        joined = own.joined if self._joins else None
+        joined = own.joined if most_keys is None else None
 
         def forwards(step: RingStep) -> list[CallPlan]:
             if joined is not None:
@@ -99,7 +98,6 @@ class Steps:
 
         self._forward_stages = stages_of(plan, forwards)
         self._stages = stages_of(plan, lambda step: launches(step.calls, False, common) if step.number else [])
-        self._whole_calls = launches(own.whole.calls) if own.whole and len(self._comes) <= 1 and self._joins else []
         first, *others = self._forward_stages
         self._forward_stages = [first, *(x for x in others if x.launches or x.following.sends or x.following.keys)]
         # In the backward a part of step 0 runs first, while keys leave, and the rest last, while sums return.
@@ -174,15 +172,13 @@ class Steps:
         return Gradients(dq, dk, dv)
 
     def _backward(self, t: Tensors, rows: OfRows, beside: Callable[[], None]) -> Gradients:
-        chain = None if self._whole_calls else self._chain(t)
-        joined = self._own.whole if self._whole_calls else None
-        held = t.k, t.v
+        chain, held = self._chain(t), (t.k, t.v)
         finished = NO_SUMS
         total, shared_keys = Gradients(), self._own.shared_keys
         sums = left = back = NO_SUMS
         spans: Spans = ()
         for stage in self._stages:
-            sends, receives, arriving = self._keys(stage, t, held, joined)
+            sends, receives, arriving = self._keys(stage, t, held)
             coming = NO_SUMS
             here, before, following = stage.here, stage.before, stage.following
             if before.sums_to is not None:
@@ -198,10 +194,7 @@ class Steps:
                 back = self._room_for_sums("back", here.number, sum(b - a for a, b in spans), t)
                 receives += parcels(back, before.sums_back, "back")
             pending = self._messages.post(here.number, sends, receives)
-            if joined is not None:
-                if stage.launches:
-                    total, left = self._over_whole(t, held, rows, here.keys)
-            elif stage is self._stages[0]:
+            if stage is self._stages[0]:
                 beside()
                 total, finished = self._begin(t, rows, chain)
             elif stage.launches:
@@ -213,10 +206,7 @@ class Steps:
                 assert given is not None
                 total.dq, left = given.dq if total.dq is None else total.dq, (given.dk, given.dv)
             if stage is self._stages[-1]:
-                if joined is not None:
-                    beside()
-                else:
-                    total = self._end(t, rows, total, chain)
+                total = self._end(t, rows, total, chain)
             pending.wait()
             held, sums = arriving, coming
         first = self._own.shared_keys.keys[0] if self._by_keys else 0
@@ -237,14 +227,6 @@ class Steps:
             self._chains = can and len(calls) + len(self._later) > 1 and all(launch.may_chain(t) for launch in calls)
             self._by_keys = self._by_keys and self._chains
         return Chain(len(self._first) + len(self._final) + len(self._later)) if self._chains else None
-
-    def _over_whole(self, t: Tensors, keys: Keys, rows: OfRows, others: int) -> tuple[Gradients, Sums]:
-        """The sums over ``others`` keys of another rank followed by own keys: the own sums, and the other rank's."""
-        (launch,) = self._whole_calls
-        found = launch.backward(t, keys, rows, None if rows.wholes is None else self._zeros(t, rows, keys))
-        left = tuple(None if x is None else x[:others] for x in (found.dk, found.dv))
-        mine = (None if x is None else x[others:] for x in (found.dk, found.dv))
-        return Gradients(found.dq, *mine), left  # type: ignore[arg-type,return-value]
 
     def _begin(self, t: Tensors, rows: OfRows, chain: Chain | None) -> tuple[Gradients, Sums]:
         """Sums of the first calls over the rank's own keys; and the gradients of its keys that are final already."""
@@ -315,10 +297,10 @@ class Steps:
             return total
         return Gradients(None, *self._zero_sums((t.k, t.v), t)) if chain else self._zeros(t, rows)
 
-    def _zeros(self, t: Tensors, rows: OfRows, keys: Keys | None = None) -> Gradients:
-        """Zeros for the wanted gradients of q and of some keys, by default the own ones."""
+    def _zeros(self, t: Tensors, rows: OfRows) -> Gradients:
+        """Zeros for the wanted gradients of q and of the own keys."""
         dq = rows.out.new_zeros(t.q.shape, dtype=wide(t)) if self._grads.q else None
-        return Gradients(dq, *self._zero_sums(keys or (t.k, t.v), t))
+        return Gradients(dq, *self._zero_sums((t.k, t.v), t))
 
     def _zero_sums(self, keys: Keys, t: Tensors) -> Sums:
         """Zeros for the gradients of keys that are wanted."""
