@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
 from flashtile.distributed import calls
-from flashtile.distributed.calls import NOWHERE, RingCall, in_two
+from flashtile.distributed.calls import NOWHERE, RingCall, held_back, in_two
 from flashtile.distributed.layouts import LAYOUTS, Dealt, pieces, positions, ranges, shard_length
 from flashtile.distributed.plan import make_plan
 from flashtile.distributed.ring import BLOCK
@@ -523,6 +523,13 @@ def test_halves_keep_what_the_calls_keep(
         assert max(whole.values(), default=1) == 1
         for call in (*first, *final):
             assert (call.cu_seqlens_q[-1], call.cu_seqlens_k[-1]) == (plan.rows, plan.keys)
+
+
+def test_a_rank_waits_with_work_for_the_sums_of_many_keys_alone() -> None:
+    calls = make_plan((4096,), (4096,), 2, 0, "contiguous", CAUSAL).steps[0].calls
+    assert held_back(calls, 0.5, 256) == in_two(calls, 0.5)
+    for few in (0, 255):
+        assert held_back(calls, 0.5, few) == (calls, ())
 
 
 @pytest.mark.parametrize("band", [Band(), CAUSAL, Band(5000, 0)], ids=str)

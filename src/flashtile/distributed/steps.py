@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashtile.call.arguments import Options, Tensors
 from flashtile.call.backend import Chain, Gradients
-from flashtile.distributed.calls import RingCall, in_two, of_first_rows
+from flashtile.distributed.calls import RingCall, held_back, of_first_rows
 from flashtile.distributed.copies import Copies
 from flashtile.distributed.exchange import Messages, Parcel, RankLine, gather, scatter_sums
 from flashtile.distributed.launches import CallPlan, Keys, OfRows, RankPart, Running, Stage, some_of, stages_of, wide
@@ -102,7 +102,7 @@ class Steps:
         self._forward_stages = [first, *(x for x in others if x.launches or x.following.sends or x.following.keys)]
         # In the backward a part of step 0 runs first, while keys leave, and the rest last, while sums return.
         calls, self._later = own.common.calls, [launch for stage in self._stages for launch in stage.launches]
-        ends = in_two(calls, share) if self._comes else (calls, ())
+        ends = held_back(calls, share, sum(stop - start for spans in self._comes for start, stop in spans))
         self._first, self._final = (launches(half) for half in ends)
         # Or half of the heads first. With several returns of sums, later ones would overwrite sums not yet added.
         self._whole: CallPlan | None = None
