@@ -41,11 +41,14 @@ def attention_forward(call, output, schedule):
     BLOCK_N: gl.constexpr = schedule.BLOCK_N
     NUM_WARPGROUPS: gl.constexpr = schedule.NUM_WARPGROUPS
     REGISTERS: gl.constexpr = schedule.REGISTERS
-    FEW: gl.constexpr = few_registers(call, schedule)
+    HAS_START: gl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None
+    FEW: gl.constexpr = few_registers(call.q.PACKED, HAS_START, call.mods.SCORES, NUM_WARPGROUPS)
     keys = make_rings(dtype, BLOCK_N, call.q.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS)
     values = make_rings(dtype, BLOCK_N, call.v.BLOCK_DIM, schedule.STAGES, NUM_WARPGROUPS)
     tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, NUM_WARPGROUPS + 1)
-    outputs = make_outputs(output, schedule)
+    outputs = None
+    if output.desc is not None:
+        outputs = make_outputs(output, schedule)
     mod, by_tma = transforms_of(call, schedule)
     source = KeyTensors(False)
     q0 = make_rings(dtype, BLOCK_M, call.q.BLOCK_DIM, schedule.Q_STAGES, 1)

@@ -1,13 +1,12 @@
 """The roles of the Hopper forward: a scheduler and a producer of one warp each, and consumers of a warpgroup each."""
 
-# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
+
 # Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import softmax
-from flashtile.backends.gpu.device.mods import place_of
 from flashtile.backends.gpu.device.tiles import longest_first, sequence
 from flashtile.backends.hopper.device.dropout import draw
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store_wait
@@ -77,11 +76,6 @@ class KeyTensors:
             # The rows past the last sequence have no keys.
             length = gl.where(b < call.queries.count, length, 0)
         return start, length
-
-    @gluon.jit
-    def right(self, b, call):
-        """The band's right bound for a sequence."""
-        return call.mods.band.right
 
     @gluon.jit
     def start_keys(self, rings, use, records, tiles, n_block, call, schedule):
@@ -212,26 +206,28 @@ def load_score_tiles(score_tiles, records, tiles, use, n_block, call, schedule):
 
 @gluon.jit
 def make_outputs(output, schedule):
-    """The shared memory for the pieces of an output that TMA stores; None for another one."""
-    if output.desc is None:
-        return None
-    else:
-        WIDTH: gl.constexpr = output.desc.block_type.shape[4 if output.PACKED else 3]
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([schedule.BLOCK_M, WIDTH], output.desc.dtype)
-        shape: gl.constexpr = [schedule.NUM_WARPGROUPS * schedule.OUT_STAGES, schedule.BLOCK_M, WIDTH]
-        return gl.allocate_shared_memory(output.desc.dtype, shape, layout)
+    """The shared memory for the pieces of an output that TMA stores."""
+    WIDTH: gl.constexpr = output.desc.block_type.shape[4 if output.PACKED else 3]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([schedule.BLOCK_M, WIDTH], output.desc.dtype)
+    shape: gl.constexpr = [schedule.NUM_WARPGROUPS * schedule.OUT_STAGES, schedule.BLOCK_M, WIDTH]
+    return gl.allocate_shared_memory(output.desc.dtype, shape, layout)
 
 
-@gluon.jit
-def few_registers(call, schedule):
+@gluon.constexpr_function
+def few_registers(packed, has_start, scores, num_warpgroups):
     """Registers of a thread of producer and scheduler.
 
     With 32 the first of two consumers has 8 fewer than the second, and the widest loop bodies of packed calls would
     spill; with 24 the scheduler has no room for the tile counter.
+
+    Args:
+        packed: Whether sequences are packed.
+        has_start: Whether the keys of a row have a first one.
+        scores: ``Mods.SCORES``.
+        num_warpgroups: How many compute.
     """
-    HAS_START: gl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None
-    IS_WIDEST: gl.constexpr = call.q.PACKED and (HAS_START or place_of(call.mods.SCORES, "softcap") >= 0)
-    return 24 if IS_WIDEST and schedule.NUM_WARPGROUPS == 2 else 32
+    is_widest = packed and (has_start or "softcap" in scores.split())
+    return 24 if is_widest and num_warpgroups == 2 else 32
 
 
 @gluon.jit

@@ -149,7 +149,10 @@ def next_tile(step, source, call, schedule):
     start_k, seqlen_k = source.start_and_length(b, call)
     row = block * (schedule.NUM_WARPGROUPS * schedule.BLOCK_M)
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
-    return Tile(step, is_end, b, head, row, start_q, seqlen_q, start_k, seqlen_k, source.right(b, call))
+    right = call.mods.band.right
+    if call.keys.OWN_RIGHTS:
+        right = source.right(b, call)
+    return Tile(step, is_end, b, head, row, start_q, seqlen_q, start_k, seqlen_k, right)
 
 
 @gluon.jit

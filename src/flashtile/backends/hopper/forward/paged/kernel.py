@@ -35,8 +35,8 @@ def paged_forward(call, output, schedule, helpers):
     GATHERS: gl.constexpr = helpers.GATHERS
     WARPS: gl.constexpr = helpers.WARPS
     REGISTERS: gl.constexpr = schedule.REGISTERS
-    PLAIN: gl.constexpr = few_registers(call, schedule)
-    FEW: gl.constexpr = 32 if WIDENS else PLAIN
+    HAS_START: gl.constexpr = call.mods.band.left is not None or call.mods.band.bounds is not None
+    FEW: gl.constexpr = 32 if WIDENS else few_registers(call.q.PACKED, HAS_START, call.mods.SCORES, NUM_WARPGROUPS)
     # A producer that gathers gets more registers, and so does the scheduler, which is in the same warpgroup.
     MANY: gl.constexpr = helpers.REGISTERS
     LOADERS: gl.constexpr = WARPS if GATHERS else 1
@@ -51,7 +51,9 @@ def paged_forward(call, output, schedule, helpers):
     ASKED: gl.constexpr = call.q.PACKED and schedule.counter is not None
     READERS: gl.constexpr = NUM_WARPGROUPS + (2 if WIDENS else 1)
     tiles = make_records(FIELDS, OWN_FIELDS, RECORD_SIZE, schedule.TILE_STAGES, READERS, ASKED)
-    outputs = make_outputs(output, schedule)
+    outputs = None
+    if output.desc is not None:
+        outputs = make_outputs(output, schedule)
     mod, by_tma = transforms_of(call, schedule)
     source = PagedKeys(GATHERS)
     q0 = make_rings(dtype, BLOCK_M, call.q.BLOCK_DIM, schedule.Q_STAGES, 1)

@@ -1,6 +1,6 @@
 """Keys and values in a cache: which tiles there are, in which order, and how a block is loaded."""
 
-# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
+
 # Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,12 +38,9 @@ class PagedKeys:
 
     @gluon.jit
     def right(self, b, call):
-        """As there; sequences may have different ones."""
-        if call.keys.cache.causal is not None:
-            is_causal = gl.load(call.keys.cache.causal + b, mask=b < call.queries.count, other=1) != 0
-            return gl.where(is_causal, 0, call.mods.band.right)
-        else:
-            return call.mods.band.right
+        """The band's right bound for a sequence, if ``Keys.OWN_RIGHTS``."""
+        is_causal = gl.load(call.keys.cache.causal + b, mask=b < call.queries.count, other=1) != 0
+        return gl.where(is_causal, 0, call.mods.band.right)
 
     @gluon.jit
     def start_keys(self, rings, use, records, tiles, n_block, call, schedule):
