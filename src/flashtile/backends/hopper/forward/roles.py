@@ -1,6 +1,5 @@
 """The roles of the Hopper forward: a scheduler and a producer of one warp each, and consumers of a warpgroup each."""
 
-
 # Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

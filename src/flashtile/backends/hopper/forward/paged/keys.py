@@ -1,6 +1,5 @@
 """Keys and values in a cache: which tiles there are, in which order, and how a block is loaded."""
 
-
 # Triton's aggregate reads annotations as types, so they must not be turned into strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
