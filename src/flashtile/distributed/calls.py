@@ -293,7 +293,7 @@ _FEWEST_OF = 8
 
 
 def held_back(calls: Sequence[RingCall], share: float, returned: int) -> tuple[Sequence[RingCall], Sequence[RingCall]]:
-    """The calls of the backward over a rank's own keys, and those of them that run while sums of dk and dv return.
+    """What the backward over a rank's own keys runs first, and what it holds back until sums of dk and dv return.
 
     Two halves take longer than the whole: too long to wait for the sums of few keys.
 
