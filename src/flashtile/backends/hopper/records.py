@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.records import LOG2_E, Call, Dropout, Heads, KeyBand, Mod, Rows, Sequences
+from flashtile.backends.gpu.device.records import LOG2_E, Call, Heads, KeyBand, Mod, Rows, Sequences
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.masks import Masks
+from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.records import dropout_of, functions_of, named, score_strides
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import ForwardSchedule, Keys, Mods, Output, PairTensor, Slopes
@@ -18,7 +19,8 @@ from flashtile.call.quantized_call import QuantizedTensors
 
 # Keys and values that are read at the same time: the L2 cache has 50 MB, and queries and outputs need some of it.
 _CACHED_BYTES = 2**25
-_NO_DROPOUT = Dropout(None, None, None, None, True)
+_user_functions = device_code("flashtile.backends.hopper.device.functions").user_functions
+_drops_of = device_code("flashtile.backends.hopper.device.dropout").drops_of
 
 
 def call_of(
@@ -92,13 +94,15 @@ def plain_mods(
     band = KeyBand(*map(tensor_maps.side_of, (problem.band.left, problem.band.right, problem.band.chunk)))
     transforms, names = named(score_mod=score_mod, softcap=_known(softcap), alibi=_known(alibi), bias=_known(bias))
     masks, mask_names = named(mask=_known(mask), mask_mod=mask_mod)
-    drops = _NO_DROPOUT
+    drops = None
     if problem.dropout_p > 0 and isinstance(t, Tensors):
         drops = dropout_of(problem, t.rng_state, None, True)
     is_scaled = prescale is not None or score_mod is not None
     return Mods(
         scale, prescale, problem.softmax_scale if score_mod is not None else None, transforms, band, masks,
         drops, pointer(t.sinks, "sinks"), names, mask_names, is_scaled,
+        None if score_mod is None and mask_mod is None else _user_functions,
+        None if drops is None else _drops_of,
     )  # fmt: skip
 
 

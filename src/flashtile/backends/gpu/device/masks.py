@@ -9,6 +9,7 @@ a loop over a range of positions, and ``block_at`` gives the block at a position
 which the mask's function or bits decide, and then full blocks.
 """
 
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 from __future__ import annotations
 
 import triton
@@ -165,6 +166,26 @@ def bits_of(lists, b, h, first, start, exists):
     number = (b * lists.batch_step + h * lists.head_step) // 3 + first // lists.BLOCK
     there = exists & (first // lists.BLOCK < lists.count)
     return tl.load(lists.items + number, mask=there, other=0) - start * WORDS
+
+
+@triton.jit
+def bits_at(lists, first, position, own, TILE: tl.constexpr):
+    """(the place of the bits for a row of 64 elements by TILE, the number of other elements' low bits in each number).
+
+    Args:
+        lists: ``Lists`` with bits.
+        first: The result of ``bits_of``.
+        position: The position of the other side's tile in its list.
+        own: The first element of this side.
+        TILE: Elements of the other side's tile.
+    """
+    SPLIT: tl.constexpr = lists.OTHER // TILE
+    at = first + position // SPLIT * (lists.BLOCK * lists.OTHER // 32) + own % lists.BLOCK * 4
+    if TILE % 128 == 0:
+        return at + position % SPLIT * (TILE // 128 * lists.BLOCK * 4), 0
+    else:
+        col = position % SPLIT * TILE
+        return at + col // 128 * (lists.BLOCK * 4), col % 128 // 4
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.gpu.device.mods import place_of
 from flashtile.backends.hopper.backward.dq import DqOutput, dq_consumer, keep_dq_order, make_channels, with_dq
 from flashtile.backends.hopper.backward.roles import consumer, gradient_consumer, producer
-from flashtile.backends.hopper.device.mods import Transforms, alibi_terms, score_tensors
+from flashtile.backends.hopper.device.mods import Transforms, alibi_terms, made, score_tensors
 from flashtile.backends.hopper.device.ring import make_ring, make_ring_beside
 
 
@@ -84,7 +84,8 @@ def score_mod(mods, batch):
         softcap = mods.scores[place_of(mods.SCORES, "softcap")].operands
     terms = score_tensors(mods.scores, BIAS) + alibi_terms(mods, batch)
     return Transforms(mods.scale_log2, softcap, mods.prescale, HAS_SOFTCAP, False,
-                    terms, score_tensors(mods.masks, MASK), (), (), (), ())  # fmt: skip
+                    terms, score_tensors(mods.masks, MASK), (), (), (), (),
+                    made(mods.FUNCTIONS, mods), made(mods.DROPOUT, mods))  # fmt: skip
 
 
 @gluon.jit

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.gpu.device import masks, mods
-from flashtile.backends.gpu.device.dropout import philox_key_of
 from flashtile.backends.gpu.device.mods import place_of
 from flashtile.backends.gpu.device.softmax import LOG2_E
 from flashtile.backends.hopper.backward.dq import PART_KEYS, WIDEST, add_dq, add_from_registers, in_order, start_dq
@@ -39,8 +38,6 @@ from flashtile.backends.hopper.backward.scheduler import (
     steps_of_a_head,
     sums_block,
 )
-from flashtile.backends.hopper.device import functions
-from flashtile.backends.hopper.device.dropout import apply_dropout, draw
 from flashtile.backends.hopper.device.fragments import from_thread_column, keep_columns, keep_intervals
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_tile, tma_load, tma_put, tma_store_wait
 from flashtile.backends.hopper.device.mods import Pairs
@@ -216,12 +213,10 @@ def kept_rows(key, seqlen_q, seqlen_k, b, head, cleared, listed, layout_like, gr
 
 
 @gluon.jit
-def pairs_of(kept, rows, layout_like, grid):
+def pairs_of(kept, rows, layout_like, grid, mod):
     """The ``Pairs`` of a block of 64 keys by a ``RowBlock``, in the layout of ``layout_like``."""
-    read = ()
-    if functions.reads(grid.call.mods.SCORES, grid.call.mods.MASKS, grid.call.mods.band.lists):
-        across = gl.arange(0, layout_like.shape[1], gl.SliceLayout(0, layout_like.type.layout))[None, :]
-        read = functions.of_tile(grid.call.mods, kept.b, kept.head + rows.head, rows.start + across)
+    across = gl.arange(0, layout_like.shape[1], gl.SliceLayout(0, layout_like.type.layout))[None, :]
+    read = mod.of_tile(grid.call.mods, kept.b, kept.head + rows.head, rows.start + across)
     head = kept.head + rows.head
     is_partial, bits = True, (0, 0)
     if grid.call.mods.band.lists is not None:
@@ -229,7 +224,7 @@ def pairs_of(kept, rows, layout_like, grid):
         is_partial = rows.remaining > num_full
         if grid.call.mods.band.lists.BITS:
             position = stop - rows.remaining
-            bits = functions.bits_at(grid.call.mods.band.lists, first, position, kept.key, grid.tiles.BLOCK_M)
+            bits = masks.bits_at(grid.call.mods.band.lists, first, position, kept.key, grid.tiles.BLOCK_M)
     return Pairs(
         kept.b, head, rows.start, kept.key, kept.seqlen_q, kept.seqlen_k, True, 0, True, 0, 0, read, is_partial, bits
     )
@@ -263,7 +258,7 @@ def probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
 
     So dscores need no separate mask: where the factor is 0, they are 0 unless dprobs or delta is not finite.
     """
-    if functions.has_score_mod(grid.call.mods.SCORES):
+    if place_of(grid.call.mods.SCORES, "score_mod") >= 0:
         return mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched)
     if mod.has_softcap:
         # The scores are here in units of the cap.
@@ -283,7 +278,7 @@ def exponents(s, scale, lse_log2, pairs, fetched, grid, mod):
     A bias or a function may be so large that its product overflows, and +inf minus +inf is NaN. It is not if the
     product is never rounded: fused with an addition to -inf it stays -inf.
     """
-    if place_of(grid.call.mods.SCORES, "bias") >= 0 or functions.has_score_mod(grid.call.mods.SCORES):
+    if place_of(grid.call.mods.SCORES, "bias") >= 0 or place_of(grid.call.mods.SCORES, "score_mod") >= 0:
         return mod.add_terms(gl.fma(s, scale, -lse_log2), pairs, fetched, LOG2_E)
     else:
         return mod.add_terms(s * scale, pairs, fetched, LOG2_E) - lse_log2
@@ -318,9 +313,9 @@ def mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
     s = s * grid.call.mods.scale
     slope = 1.0
     if grid.gradients.HAS_SLOPE:
-        s, slope = functions.linear(s, grid.call.mods, pairs, of_mod)
+        s, slope = mod.functions[0].linear(s, grid.call.mods, pairs, of_mod)
     else:
-        s = functions.score(s, grid.call.mods, pairs, of_mod)
+        s = mod.functions[0].score(s, grid.call.mods, pairs, of_mod)
     if mod.has_softcap:
         s = mods.quick_softcap(s, 1.0, mod.prescale)
         slope = slope * (1.0 - s * s)
@@ -334,19 +329,19 @@ def mod_probabilities(s, lse_log2, kept, grid, mod, pairs, fetched):
 
 
 @gluon.jit
-def with_dropout(p, factor, words, grid):
+def with_dropout(p, factor, pairs, words, mod):
     """Probabilities, 0 where dropout drops, and their factors, negated there: without dropout none is negative.
 
     So random numbers are drawn once, and the kept pairs take no registers. Dropout's own factor is applied to
     gradients.
     """
-    return apply_dropout(p, words, grid.call, 0.0, True), apply_dropout(factor, words, grid.call, -factor, True)
+    return mod.drop(p, pairs, words, 0.0), mod.drop(factor, pairs, words, -factor)
 
 
 @gluon.jit
 def of_kept(dv, grid):
     """Dv multiplied by dropout's own factor."""
-    if grid.call.mods.dropout.rng_state_ptr is None:
+    if grid.call.mods.dropout is None:
         return dv
     else:
         return scale_by(dv, grid.call.mods.dropout.keep_scale)
@@ -355,7 +350,7 @@ def of_kept(dv, grid):
 @gluon.jit
 def score_gradients(factor, dp, delta, grid):
     """Dscores, from the factors of ``with_dropout``, without dropout's own factor."""
-    if grid.call.mods.dropout.rng_state_ptr is None:
+    if grid.call.mods.dropout is None:
         return factor * (dp - delta)
     else:
         own = 1.0 / grid.call.mods.dropout.keep_scale
@@ -385,12 +380,12 @@ def step(channels, used, key_use, dk, dv, rows, kept, block, grid, mod, ADDS_DQ:
     channels.dout[0].wait(used)
     if grid.gradients.HAS_DSCORES and together:
         dp = start_sum(v_tile, dout_tile, zeros)
-    pairs = pairs_of(kept, rows, zeros, grid)
+    pairs = pairs_of(kept, rows, zeros, grid, mod)
     fetched = mod.fetch(pairs, zeros, grid.call.mods)
-    words = draw(zeros, pairs, philox_key_of(grid.call, pairs.b, pairs.head), grid.call)
+    words = mod.draw(pairs, zeros, mod.philox_key(grid.call, pairs))
     s = warpgroup_mma_wait(len(channels.dout) if grid.gradients.HAS_DSCORES and together else 0, deps=[s])
     p, factor = probabilities(s, numbers.slice(0, 1).load(layout), kept, grid, mod, pairs, fetched)
-    p, factor = with_dropout(p, factor, words, grid)
+    p, factor = with_dropout(p, factor, pairs, words, mod)
     if grid.gradients.HAS_DV:
         dv = add_products(p.to(dtype), channels.dout, used, dv)
     if grid.gradients.HAS_DSCORES:
@@ -561,12 +556,12 @@ def values_step(channels, used, key_use, dv, rows, kept, grid, mod, IS_FIRST: gl
         channels.keys[0].wait(key_use)
     channels.queries[0].wait(used)
     s = start_sum(key_tile(channels.keys, key_use, 0, used), tiles_at(channels.queries, used), zeros)
-    pairs = pairs_of(kept, rows, zeros, grid)
+    pairs = pairs_of(kept, rows, zeros, grid, mod)
     fetched = mod.fetch(pairs, zeros, grid.call.mods)
-    words = draw(zeros, pairs, philox_key_of(grid.call, pairs.b, pairs.head), grid.call)
+    words = mod.draw(pairs, zeros, mod.philox_key(grid.call, pairs))
     s = warpgroup_mma_wait(0, deps=[s])
     p, factor = probabilities(s, lse_log2.load(zeros.type.layout), kept, grid, mod, pairs, fetched)
-    p, factor = with_dropout(p, factor, words, grid)
+    p, factor = with_dropout(p, factor, pairs, words, mod)
     if IS_FIRST:
         tma_store_wait(0)
     if grid.gradients.HAS_DSCORES:

@@ -317,7 +317,7 @@ def rows_use(used, grid):
 def score(s, rings, step, used, grid, mod):
     """``probabilities`` from a step's products."""
     kept, rows = rows_of_step(rings, step, grid, s)
-    pairs = pairs_of(kept, rows, s, grid)
+    pairs = pairs_of(kept, rows, s, grid, mod)
     fetched = mod.fetch(pairs, s, grid.call.mods)
     lse_log2 = rings.rows.at(rows_use(used, grid)).slice(0, 1)
     return probabilities(s, lse_log2.load(s.type.layout), kept, grid, mod, pairs, fetched)

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device.mods import place_of
 from flashtile.backends.hopper.big_heads.roles import BigHeadsChannels, follower, producer, scorer
-from flashtile.backends.hopper.device.mods import Transforms, alibi_terms, score_tensors
+from flashtile.backends.hopper.device.mods import Transforms, alibi_terms, made, score_tensors
 from flashtile.backends.hopper.device.parts import make_rings
 from flashtile.backends.hopper.device.ring import make_records, make_ring
 from flashtile.backends.hopper.forward.roles import KeyTensors, scheduler
@@ -58,7 +58,8 @@ def big_heads_forward(call, output, schedule, columns):
     terms = score_tensors(call.mods.scores, BIAS) + alibi_terms(call.mods, call.queries.count)
     masks = score_tensors(call.mods.masks, MASK)
     mod = Transforms(call.mods.scale_log2, softcap, call.mods.prescale, HAS_SOFTCAP,
-                     call.mods.prescale is not None and not HAS_SOFTCAP, terms, masks, (), (), (), ())  # fmt: skip
+                     call.mods.prescale is not None and not HAS_SOFTCAP, terms, masks, (), (), (), (),
+                     made(call.mods.FUNCTIONS, call.mods), made(call.mods.DROPOUT, call.mods))  # fmt: skip
     gl.warp_specialize([
         (scorer, (rings, call, output, schedule, columns, mod)),
         (follower, (rings, call, output, schedule, columns)),

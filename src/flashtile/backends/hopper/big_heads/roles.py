@@ -6,7 +6,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import softmax
-from flashtile.backends.hopper.device.dropout import apply_dropout, draw
 from flashtile.backends.hopper.device.fragments import row_tops, thread_sums
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store, tma_store_wait
 from flashtile.backends.hopper.device.inline_ptx import compute_before_fence, compute_before_wait
@@ -181,7 +180,7 @@ def scorer(rings, call, output, schedule, columns, mod):
         rings.queries.wait(tiles)
         s = start_chunks(rings, tiles, used, zeros)
         fetched = mod.fetch(pairs, zeros, call.mods)
-        words = draw(zeros, pairs, loop.philox_key, call)
+        words = mod.draw(pairs, zeros, loop.philox_key)
         s = finish_chunks(s, rings, used, 0)
         e, row_max, row_sum = first_probs(s, mod, pairs, fetched, words, call, schedule, loop)
         p = e.to(layout_like.dtype)
@@ -198,12 +197,12 @@ def scorer(rings, call, output, schedule, columns, mod):
             rings.left[0].wait(used)
             accs = add_products(probs, rings.left, used, accs)
             fetched = mod.fetch(pairs, zeros, call.mods)
-            words = draw(zeros, pairs, loop.philox_key, call)
+            words = mod.draw(pairs, zeros, loop.philox_key)
             s = finish_chunks(s, rings, used + 1, len(accs))
             s, shift = shape_scores(s, mod, pairs, fetched, call, loop, edge, True)
             row_max, finite_max, factor = softmax.raise_max(row_max, row_tops(s, row_max, mod.scale_log2, shift), True)
             e = exponentials(s, mod.scale_log2, finite_max, shift)
-            p = apply_dropout(e, words, call, 0.0).to(layout_like.dtype)
+            p = mod.drop(e, pairs, words, 0.0).to(layout_like.dtype)
             hand_over(rings, used + 1 + tiles, p, factor)
             sum_factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))
             row_sum = compute_before_wait(row_sum * sum_factor[:, None] + thread_sums(e))

@@ -7,40 +7,55 @@ One thread holds the rows and keys that share a counter, eight apart (``core.phi
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device import dropout
+from flashtile.backends.gpu.device.dropout import philox_key_of, words
+from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.inline_ptx import select_at_least
 
 
 @gluon.jit
-def draw(layout_like, pairs, philox_key, call):
-    """The words of all counters of a block; () without dropout. This takes the time, and needs no product."""
-    if call.mods.dropout.rng_state_ptr is None:
-        return ()
-    else:
+def drops_of(mods):
+    """The ``Drops`` of ``records.Mods`` with dropout."""
+    return Drops(mods.dropout.threshold)
+
+
+@aggregate
+class Drops:
+    """Dropout's choice of pairs.
+
+    Attributes:
+        threshold: ``threshold_bits`` of the probability.
+    """
+
+    threshold: gl.tensor
+
+    @gluon.jit
+    def key_of(self, call, b, head):
+        """The Philox key of a head; b may be past the last packed sequence."""
+        return philox_key_of(call, b, head)
+
+    @gluon.jit
+    def draw(self, pairs, layout_like, philox_key):
+        """The words of all counters of a block. This takes the time, and needs no product."""
         layout: gl.constexpr = quarter(layout_like).type.layout
         along = gl.arange(0, layout_like.shape[0] // 2, gl.SliceLayout(1, layout))[:, None]
         across = gl.arange(0, layout_like.shape[1] // 2, gl.SliceLayout(0, layout))[None, :]
         if pairs.keys_first:
-            return dropout.words(philox_key, pairs.row // 2 + across, pairs.key // 2 + along, True)
+            return words(philox_key, pairs.row // 2 + across, pairs.key // 2 + along, True)
         else:
-            return dropout.words(philox_key, pairs.row // 2 + along, pairs.key // 2 + across, True)
+            return words(philox_key, pairs.row // 2 + along, pairs.key // 2 + across, True)
+
+    @gluon.jit
+    def drop(self, x, pairs, drawn, fill):
+        """A float32 block with ``fill`` where dropout drops; drawn: results of ``draw``."""
+        return select_at_least(x, numbers(drawn, x, pairs.keys_first), self.threshold, fill)
 
 
 @gluon.jit
-def apply_dropout(x, words, call, fill, KEYS_FIRST: gl.constexpr = False):
-    """A float32 block with ``fill`` where dropout drops; ``x`` itself without dropout. words: results of ``draw``."""
-    if len(words) == 0:
-        return x
-    else:
-        return select_at_least(x, numbers(words, x, KEYS_FIRST), call.mods.dropout.threshold, fill)
-
-
-@gluon.jit
-def numbers(words, layout_like, KEYS_FIRST: gl.constexpr):
+def numbers(drawn, layout_like, KEYS_FIRST: gl.constexpr):
     """One 16-bit random number per score, in an int32's high half (low half undefined), in ``layout_like``'s layout."""
     M: gl.constexpr = layout_like.shape[0]
     N: gl.constexpr = layout_like.shape[1]
-    first, second = words
+    first, second = drawn
     # The order, along and across, by the bits of value 8: 00, 10, 01, 11.
     if KEYS_FIRST:
         four = gl.join(gl.join(first << 16, first), gl.join(second << 16, second))

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gpu.device import masks
-from flashtile.backends.hopper.device.inline_ptx import least_integers
+from flashtile.backends.hopper.device.inline_ptx import keep_by_bits, least_integers
 
 
 @gluon.jit
@@ -131,3 +131,17 @@ def keep_intervals(x, interval, pairs, count, first_column, first_row, fill):
     other = (first_row + row)[:, None, :, None]
     t = gl.where(other < end, t, fill)
     return as_before(gl.where(other >= start, t, fill), x)
+
+
+@gluon.jit
+def load_bits(lists, pairs, x):
+    """[M, 4]: the bits of each thread's elements; 0 except in partial blocks."""
+    row, col = thread_start(x)
+    return gl.load(lists.items + pairs.bits[0] + (row * 4 + col // 2), mask=pairs.is_partial, other=0) >> pairs.bits[1]
+
+
+@gluon.jit
+def keep_bits(x, bits, fill: gl.constexpr):
+    """[M, N] x, ``fill`` where the bits of ``load_bits`` are 0."""
+    FILL: gl.constexpr = "0f00000000" if fill == 0.0 else "0fFF800000"
+    return as_before(keep_by_bits(by_thread(x), bits, x.shape[1] // 2, FILL), x)

@@ -9,27 +9,80 @@ block's product runs. With lists, however, a mask mod loads only in partial bloc
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gpu.device.mods import At, count
-from flashtile.backends.hopper.device.fragments import as_before, by_thread, thread_start
-from flashtile.backends.hopper.device.inline_ptx import keep_by_bits
+from flashtile.backends.gpu.device.mods import At, place_of
+from flashtile.backends.hopper.device.gluon_compat import aggregate
 
 
-@gluon.constexpr_function
-def has_score_mod(names):
-    """Whether a user's score mod is among ``Mods.SCORES``."""
-    return "score_mod" in names.split()
+@gluon.jit
+def user_functions(mods):
+    """The ``UserFunctions`` of ``records.Mods``, which has a score mod or a mask mod."""
+    HAS_SCORE: gl.constexpr = place_of(mods.SCORES, "score_mod") >= 0
+    return UserFunctions(HAS_SCORE, place_of(mods.MASKS, "mask_mod"), mods.band.lists is not None)
 
 
-@gluon.constexpr_function
-def has_mask_mod(names):
-    """Whether a mask mod is among ``Mods.MASKS``."""
-    return "mask_mod" in names.split()
+@aggregate
+class UserFunctions:
+    """Users' functions, which ``records.Mods`` has.
 
+    Attributes:
+        has_score: Whether there is a score mod, which is the first transform.
+        mask: Place of the mask mod among the masks; negative without one.
+        is_listed: Whether lists say in which blocks the mask mod is called.
+    """
 
-@gluon.constexpr_function
-def reads(scores, masks, lists):
-    """Whether some function's loads happen before it is called."""
-    return has_score_mod(scores) or (has_mask_mod(masks) and lists is None)
+    has_score: gl.constexpr
+    mask: gl.constexpr
+    is_listed: gl.constexpr
+
+    @gluon.jit
+    def of_tile(self, mods, b, h, i):
+        """Each function's loads for a head and for its rows i: ((of the head, of the rows), ...)."""
+        read = ()
+        if self.has_score:
+            read = read + (_of_tile(mods.scores[0], At(b, h, i, i, None, None, None, ())),)
+        if self.mask >= 0 and not self.is_listed:
+            read = read + (_of_tile(mods.masks[self.mask], At(b, h, i, i, None, None, None, ())),)
+        return read
+
+    @gluon.jit
+    def fetch(self, mods, pairs, x):
+        """Each function's loads for a block like ``x``.
+
+        Tuples are added here, not by ``parts.append`` (``gpu.device``: tuples).
+        """
+        fetched = ()
+        if self.has_score:
+            fetched = fetched + (_fetch(mods.scores[0], pairs.read[0], pairs, x),)
+        if self.mask >= 0 and not self.is_listed:
+            fetched = fetched + (_fetch(mods.masks[self.mask], pairs.read[len(pairs.read) - 1], pairs, x),)
+        return fetched
+
+    @gluon.jit
+    def score(self, s, mods, pairs, fetched):
+        """The score mod applied to scores, in natural units."""
+        head, rows = pairs.read[0]
+        return mods.scores[0].function(s, fetched, mods.scores[0].operands, head, rows, at_pairs(pairs, s))
+
+    @gluon.jit
+    def linear(self, s, mods, pairs, fetched):
+        """(``score``, its derivative by s), for a score mod with a derivative other than 1."""
+        head, rows = pairs.read[0]
+        return mods.scores[0].linear(s, fetched, mods.scores[0].operands, head, rows, at_pairs(pairs, s))
+
+    @gluon.jit
+    def select(self, x, mods, pairs, fetched, fill):
+        """The block, ``fill`` where the mask mod drops a pair; its loads are fetched's last."""
+        if self.mask >= 0:
+            if not self.is_listed:
+                of_mask = fetched[len(fetched) - 1]
+                x = _select(x, mods.masks[self.mask], of_mask, pairs.read[len(pairs.read) - 1], pairs, fill)
+            else:
+                if pairs.is_partial:
+                    i, _ = positions(pairs, x)
+                    read = _of_tile(mods.masks[self.mask], At(pairs.b, pairs.head, i, i, None, None, None, ()))
+                    of_mask = _fetch(mods.masks[self.mask], read, pairs, x)
+                    x = _select(x, mods.masks[self.mask], of_mask, read, pairs, fill)
+        return x
 
 
 @gluon.jit
@@ -90,113 +143,14 @@ def at_pairs(pairs, x):
 
 
 @gluon.jit
-def of_tile(mods, b, h, i):
-    """Each function's loads for a head and for its rows i: ((of the head, of the rows), ...)."""
-    read = ()
-    if has_score_mod(mods.SCORES):
-        read = read + (_of_tile(mods.scores[0], At(b, h, i, i, None, None, None, ())),)
-    LAST: gl.constexpr = count(mods.MASKS) - 1
-    if has_mask_mod(mods.MASKS) and mods.band.lists is None:
-        read = read + (_of_tile(mods.masks[LAST], At(b, h, i, i, None, None, None, ())),)
-    return read
-
-
-@gluon.jit
 def _of_tile(mod, at):
     head = mod.of_head(mod.operands, at)
     return head, mod.of_rows(mod.operands, head, at)
 
 
 @gluon.jit
-def fetch(mods, pairs, x):
-    """Each function's loads for a block like ``x``.
-
-    Tuples are added here, not by ``parts.append`` (``gpu.device``: tuples).
-    """
-    fetched = ()
-    if has_score_mod(mods.SCORES):
-        fetched = fetched + (_fetch(mods.scores[0], pairs.read[0], pairs, x),)
-    LAST: gl.constexpr = count(mods.MASKS) - 1
-    if has_mask_mod(mods.MASKS) and mods.band.lists is None:
-        fetched = fetched + (_fetch(mods.masks[LAST], pairs.read[len(pairs.read) - 1], pairs, x),)
-    if mods.band.lists is not None:  # noqa: SIM102 compile-time conditions
-        if mods.band.lists.BITS:
-            fetched = fetched + (_load_bits(mods.band.lists, pairs, x),)
-    return fetched
-
-
-@gluon.jit
-def bits_at(lists, first, position, own, TILE: gl.constexpr):
-    """(the place of the bits for a row of 64 elements by TILE, the number of other elements' low bits in each number).
-
-    Args:
-        lists: ``Lists`` with bits.
-        first: The result of ``masks.bits_of``.
-        position: The position of the other side's tile in its list.
-        own: The first element of this side.
-        TILE: Elements of the other side's tile.
-    """
-    SPLIT: gl.constexpr = lists.OTHER // TILE
-    at = first + position // SPLIT * (lists.BLOCK * lists.OTHER // 32) + own % lists.BLOCK * 4
-    if TILE % 128 == 0:
-        return at + position % SPLIT * (TILE // 128 * lists.BLOCK * 4), 0
-    else:
-        col = position % SPLIT * TILE
-        return at + col // 128 * (lists.BLOCK * 4), col % 128 // 4
-
-
-@gluon.jit
-def _load_bits(lists, pairs, x):
-    """[M, 4]: the bits of each thread's elements; 0 except in partial blocks."""
-    row, col = thread_start(x)
-    return gl.load(lists.items + pairs.bits[0] + (row * 4 + col // 2), mask=pairs.is_partial, other=0) >> pairs.bits[1]
-
-
-@gluon.jit
-def _keep_bits(x, bits, fill: gl.constexpr):
-    """[M, N] x, ``fill`` where the bits of ``_load_bits`` are 0."""
-    FILL: gl.constexpr = "0f00000000" if fill == 0.0 else "0fFF800000"
-    return as_before(keep_by_bits(by_thread(x), bits, x.shape[1] // 2, FILL), x)
-
-
-@gluon.jit
 def _fetch(mod, read, pairs, x):
     return mod.fetch(mod.operands, read[0], read[1], at_pairs(pairs, x))
-
-
-@gluon.jit
-def score(s, mods, pairs, fetched):
-    """The score mod applied to scores, in natural units."""
-    head, rows = pairs.read[0]
-    return mods.scores[0].function(s, fetched, mods.scores[0].operands, head, rows, at_pairs(pairs, s))
-
-
-@gluon.jit
-def linear(s, mods, pairs, fetched):
-    """(``score``, its derivative by s), for a score mod with a derivative other than 1."""
-    head, rows = pairs.read[0]
-    return mods.scores[0].linear(s, fetched, mods.scores[0].operands, head, rows, at_pairs(pairs, s))
-
-
-@gluon.jit
-def select(x, mods, pairs, fetched, fill):
-    """The block, ``fill`` where the mask mod or bits of lists drop a pair; the mask mod's loads are fetched's last."""
-    if mods.band.lists is not None:  # noqa: SIM102 compile-time conditions
-        if mods.band.lists.BITS:  # noqa: SIM102
-            if pairs.is_partial:
-                x = _keep_bits(x, fetched[len(fetched) - 1], fill)
-    if has_mask_mod(mods.MASKS):
-        LAST: gl.constexpr = count(mods.MASKS) - 1
-        if mods.band.lists is None:
-            of_mask = fetched[len(fetched) - 1]
-            x = _select(x, mods.masks[LAST], of_mask, pairs.read[len(pairs.read) - 1], pairs, fill)
-        else:
-            if pairs.is_partial:
-                i, _ = positions(pairs, x)
-                read = _of_tile(mods.masks[LAST], At(pairs.b, pairs.head, i, i, None, None, None, ()))
-                of_mask = _fetch(mods.masks[LAST], read, pairs, x)
-                x = _select(x, mods.masks[LAST], of_mask, read, pairs, fill)
-    return x
 
 
 @gluon.jit

@@ -20,8 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.backends.gpu.device import softmax
 from flashtile.backends.gpu.device.mods import place_of, quick_softcap
-from flashtile.backends.hopper.device import functions
-from flashtile.backends.hopper.device.fragments import as_before, by_thread, thread_columns, thread_start
+from flashtile.backends.hopper.device.fragments import (
+    as_before,
+    by_thread,
+    keep_bits,
+    load_bits,
+    thread_columns,
+    thread_start,
+)
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, as_row, as_tile, tma_load
 from flashtile.backends.hopper.device.inline_ptx import compute_before_barrier, compute_before_fence, keep, widen
 from flashtile.backends.hopper.device.parts import append
@@ -47,9 +53,9 @@ class Pairs:
         is_tile: False after the last tile, where there is no block.
         warpgroup: The warpgroup that computes the block.
         slope: ALiBi's slope.
-        read: The result of ``functions.of_tile``.
+        read: The result of ``Transforms.of_tile``.
         is_partial: Whether the mask's function or bits decide in the block.
-        bits: The bits' place, from ``functions.bits_at``.
+        bits: The bits' place, from ``masks.bits_at``.
     """
 
     b: gl.tensor
@@ -293,6 +299,8 @@ class Transforms:
         alibi_by_mma: ALiBi as an early term, or ().
         early_tiles: The ``ScoreTiles`` among early.
         late_tiles: The ``ScoreTiles`` among terms and masks.
+        functions: The result of ``Mods.FUNCTIONS``, or ().
+        dropout: The result of ``Mods.DROPOUT``, or ().
     """
 
     scale_log2: gl.tensor
@@ -306,22 +314,37 @@ class Transforms:
     alibi_by_mma: gl.tuple
     early_tiles: gl.tuple
     late_tiles: gl.tuple
+    functions: gl.tuple
+    dropout: gl.tuple
+
+    @gluon.jit
+    def of_tile(self, mods, b, head, rows):
+        """What users' functions load for a head and for its rows."""
+        read = ()
+        for i in gl.static_range(len(self.functions)):
+            read = self.functions[i].of_tile(mods, b, head, rows)
+        return read
 
     @gluon.jit
     def fetch(self, pairs, x, mods):
-        """The loads of terms, masks and the functions of ``records.Mods`` for a block like ``x``."""
+        """The loads of terms, masks, functions and lists' bits for a block like ``x``."""
         fetched = ()
         for i in gl.static_range(len(self.terms)):
             fetched = append(fetched, self.terms[i].fetch(pairs, x))
         for i in gl.static_range(len(self.masks)):
             fetched = append(fetched, self.masks[i].fetch(pairs, x))
-        return fetched + functions.fetch(mods, pairs, x)
+        for i in gl.static_range(len(self.functions)):
+            fetched = fetched + self.functions[i].fetch(mods, pairs, x)
+        if mods.band.lists is not None:  # noqa: SIM102 compile-time conditions
+            if mods.band.lists.BITS:
+                fetched = append(fetched, load_bits(mods.band.lists, pairs, x))
+        return fetched
 
     @gluon.jit
     def scores(self, s, pairs, fetched, mods):
         """(scores, shift): ``scale_log2`` turns scores into exponents; ``shift``, () or ([M, 4],), is then added."""
-        if functions.has_score_mod(mods.SCORES):
-            s = functions.score(s * mods.scale, mods, pairs, fetched[len(self.terms) + len(self.masks)])
+        if place_of(mods.SCORES, "score_mod") >= 0:
+            s = self.functions[0].score(s * mods.scale, mods, pairs, fetched[len(self.terms) + len(self.masks)])
         if self.has_softcap:
             s = quick_softcap(s, self.softcap, self.prescale)
         if self.scale_first:
@@ -374,7 +397,36 @@ class Transforms:
         """The block, ``fill`` where a mask is False."""
         for i in gl.static_range(len(self.masks)):
             x = self.masks[i].select(x, fetched[len(self.terms) + i], fill)
-        return functions.select(x, mods, pairs, fetched, fill)
+        if mods.band.lists is not None:  # noqa: SIM102 compile-time conditions
+            if mods.band.lists.BITS:  # noqa: SIM102
+                if pairs.is_partial:
+                    x = keep_bits(x, fetched[len(fetched) - 1], fill)
+        for i in gl.static_range(len(self.functions)):
+            x = self.functions[i].select(x, mods, pairs, fetched, fill)
+        return x
+
+    @gluon.jit
+    def philox_key(self, call, where):
+        """The key of random numbers for ``where``'s sequence b and head; () without dropout."""
+        key = ()
+        for i in gl.static_range(len(self.dropout)):
+            key = self.dropout[i].key_of(call, where.b, where.head)
+        return key
+
+    @gluon.jit
+    def draw(self, pairs, x, philox_key):
+        """The random words of a block like ``x``; () without dropout."""
+        words = ()
+        for i in gl.static_range(len(self.dropout)):
+            words = self.dropout[i].draw(pairs, x, philox_key)
+        return words
+
+    @gluon.jit
+    def drop(self, x, pairs, words, fill):
+        """The block, ``fill`` where dropout drops a pair, by the result of ``draw``."""
+        for i in gl.static_range(len(self.dropout)):
+            x = self.dropout[i].drop(x, pairs, words, fill)
+        return x
 
 
 @gluon.jit
@@ -397,8 +449,18 @@ def transforms_of(call, schedule):
     mod = Transforms(call.mods.scale_log2, softcap, call.mods.prescale, HAS_SOFTCAP,
                      call.mods.prescale is not None and not HAS_SOFTCAP, biases + alibi if IS_LATE else (), masks,
                      () if IS_LATE else biases, () if IS_LATE else alibi_by_mma(alibi, schedule.BLOCK_N),
-                     () if IS_LATE else bias_tiles, by_tma if IS_LATE else mask_tiles)  # fmt: skip
+                     () if IS_LATE else bias_tiles, by_tma if IS_LATE else mask_tiles,
+                     made(call.mods.FUNCTIONS, call.mods), made(call.mods.DROPOUT, call.mods))  # fmt: skip
     return mod, by_tma
+
+
+@gluon.jit
+def made(make, mods):
+    """What a function of ``records.Mods`` makes of them, in a tuple; () without the function."""
+    if make is None:
+        return ()
+    else:
+        return (make(mods),)
 
 
 @gluon.jit

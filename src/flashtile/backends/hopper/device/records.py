@@ -50,12 +50,14 @@ class Mods(NamedTuple):
         scores: As in ``gpu.device.records.Mods``; operands are the cap, ``Slopes`` and ``PairTensor``.
         band: As there.
         masks: As there; a mask's operand is a ``PairTensor`` of bytes.
-        dropout: As there.
+        dropout: As there; None without.
         sinks: As there.
         SCORES: As there.
         MASKS: As there.
         SCALE_FIRST: Whether products are multiplied before the softmax: with a softcap or a score mod, and with a scale
             that is not > 0. With neither a softcap nor such a scale, prescale is None.
+        FUNCTIONS: ``functions.user_functions`` with users' functions, else None: a kernel has no code for what is None.
+        DROPOUT: ``dropout.drops_of`` with dropout, else None.
     """
 
     scale_log2: Any
@@ -69,6 +71,8 @@ class Mods(NamedTuple):
     SCORES: Any
     MASKS: Any
     SCALE_FIRST: Any
+    FUNCTIONS: Any
+    DROPOUT: Any
 
 
 class CacheScale(NamedTuple):

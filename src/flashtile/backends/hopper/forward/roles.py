@@ -7,7 +7,6 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import softmax
 from flashtile.backends.gpu.device.tiles import longest_first, sequence
-from flashtile.backends.hopper.device.dropout import draw
 from flashtile.backends.hopper.device.gluon_compat import aggregate, as_box, tma_load, tma_store_wait
 from flashtile.backends.hopper.device.inline_ptx import compute_before_wait, pingpong_arrive, pingpong_wait
 from flashtile.backends.hopper.device.parts import (
@@ -268,7 +267,7 @@ def consumer(channels, call, output, schedule, mod, WARPGROUP: gl.constexpr):
             s, pairs, q = first_scores(channels, tiles + 1, used + 1, loop, zeros, call, schedule, mod, WARPGROUP)
             accs = add_last_values(channels, used, state)
             fetched = mod.fetch(pairs, zeros, call.mods)
-            words = draw(zeros, pairs, loop.philox_key, call)
+            words = mod.draw(pairs, zeros, loop.philox_key)
             s = warpgroup_mma_wait(len(accs), deps=[s])
             channels.keys[0].release(used + 1 + loop.skipped, loop.is_tile)
             if schedule.Q_STAGES > 1:
@@ -321,7 +320,7 @@ def start_tile(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROU
     """The softmax state after a tile's first block, with no product under way; see ``first_probs``."""
     s, pairs, q = first_scores(channels, tiles, used, loop, zeros, call, schedule, mod, WARPGROUP)
     fetched = mod.fetch(pairs, zeros, call.mods)
-    words = draw(zeros, pairs, loop.philox_key, call)
+    words = mod.draw(pairs, zeros, loop.philox_key)
     s = warpgroup_mma_wait(0, deps=[s])
     channels.values[0].skip(used, loop.skipped, loop.is_tile)
     channels.keys[0].release(used + loop.skipped, loop.is_tile)
@@ -373,7 +372,7 @@ def row_results(row_max, row_sum, where, heads, call, schedule):
         scale = scale * factor
     else:
         scale, lse = softmax.finalise(row_max, total)
-    if call.mods.dropout.rng_state_ptr is not None:
+    if call.mods.dropout is not None:
         scale = scale * call.mods.dropout.keep_scale
     return scale, lse
 

@@ -7,10 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.gpu.device import masks, mods, softmax
-from flashtile.backends.gpu.device.dropout import philox_key_of
 from flashtile.backends.gpu.device.records import KeyBand
-from flashtile.backends.hopper.device import functions
-from flashtile.backends.hopper.device.dropout import apply_dropout, draw
 from flashtile.backends.hopper.device.fragments import (
     as_before,
     by_thread,
@@ -56,8 +53,7 @@ class KeyLoop:
     Blocks outside [n_full_min, n_full_max) need a mask. ``skipped`` blocks, 0 or 1, above ``n_block`` are skipped.
     With lists, blocks are positions, blocks before ``n_partial_max`` are partial, and [n_full_min, n_full_max) are
     block numbers. ``first_keys`` and ``last_keys`` bound the keys that each row keeps, as ``from_thread_column`` counts
-    them. ``slope`` is ALiBi's, ``read`` holds the loads of users' functions once a tile, ``philox_key`` is the
-    head's for dropout.
+    them. ``slope`` is ALiBi's, ``read`` and ``philox_key`` are from methods of ``Transforms``.
     """
 
     is_tile: gl.tensor
@@ -138,14 +134,9 @@ def open_tile(records, tiles, call, schedule, rows, layout_like, mod, WARPGROUP:
     slope = gl.to_tensor(0.0)
     if len(mod.alibi_by_mma) > 0:
         slope = mod.alibi_by_mma[0].alibi.fetch(query_rows(records, tiles, call), rows)
-    read = ()
-    if functions.reads(call.mods.SCORES, call.mods.MASKS, call.mods.band.lists):
-        where = query_rows(records, tiles, call)
-        read = functions.of_tile(call.mods, where.b, where.head, (records.get(tiles, "row") + rows)[:, None])
-    philox_key = ()
-    if call.mods.dropout.rng_state_ptr is not None:
-        where = query_rows(records, tiles, call)
-        philox_key = philox_key_of(call, where.b, where.head)
+    where = query_rows(records, tiles, call)
+    read = mod.of_tile(call.mods, where.b, where.head, (records.get(tiles, "row") + rows)[:, None])
+    philox_key = mod.philox_key(call, query_rows(records, tiles, call))
     return KeyLoop(
         n_block_max > 0, n_block, n_block_min, n_full_min, n_full_max, skipped, first_keys, last_keys, slope, read,
         n_partial_max, philox_key, bits,
@@ -166,7 +157,7 @@ def block_pairs(records, tiles, use, loop, n_block, number, call, schedule, is_t
     if call.mods.band.lists is not None:
         is_partial = n_block < loop.n_partial_max
         if call.mods.band.lists.BITS:
-            bits = functions.bits_at(call.mods.band.lists, loop.bits, n_block, row, schedule.BLOCK_N)
+            bits = masks.bits_at(call.mods.band.lists, loop.bits, n_block, row, schedule.BLOCK_N)
     return Pairs(
         where.b, where.head, row, number * schedule.BLOCK_N, seqlen_q, seqlen_k, False, use, is_tile, WARPGROUP,
         loop.slope, loop.read, is_partial, bits,
@@ -263,7 +254,7 @@ def first_probs(s, mod, pairs, fetched, words, call, schedule, loop):
     tops = mod.release(pairs, tops)
     row_max, finite_max, _ = softmax.raise_max(nothing, tops, True)
     e = exponentials(s, mod.scale_log2, finite_max, shift)
-    return apply_dropout(e, words, call, 0.0), row_max, thread_sums(e)
+    return mod.drop(e, pairs, words, 0.0), row_max, thread_sums(e)
 
 
 @gluon.jit
@@ -297,7 +288,7 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     # Three warpgroups have fewer registers, so tiles in shared memory, which load fast, are read after the wait.
     LATE: gl.constexpr = schedule.NUM_WARPGROUPS > 2 and len(mod.late_tiles) > 0
     fetched = () if LATE else mod.fetch(pairs, zeros, call.mods)
-    words = draw(zeros, pairs, loop.philox_key, call)
+    words = mod.draw(pairs, zeros, loop.philox_key)
     s = warpgroup_mma_wait(0 if schedule.IN_TURN else len(accs), deps=[s])
     if LATE:
         fetched = mod.fetch(pairs, zeros, call.mods)
@@ -310,7 +301,7 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     # A bias, or a function's result, may also be -inf.
     terms: gl.constexpr = len(mod.terms) + len(mod.early) + len(mod.alibi_by_mma)
     listed: gl.constexpr = call.mods.band.lists is not None
-    may_be_empty: gl.constexpr = schedule.HAS_EDGES or listed or terms + len(mod.masks) + len(loop.read) > 0
+    may_be_empty: gl.constexpr = schedule.HAS_EDGES or listed or terms + len(mod.masks) + len(mod.functions) > 0
     tops = mod.release(pairs, row_tops(s, row_max, mod.scale_log2, shift))
     row_max, finite_max, factor = softmax.raise_max(row_max, tops, may_be_empty)
     e = exponentials(s, mod.scale_log2, finite_max, shift)
@@ -319,7 +310,7 @@ def step(channels, tiles, used, state, zeros, loop, n_block, call, schedule, mod
     if schedule.NUM_WARPGROUPS == 2:
         # With three warpgroups the other two keep the tensor cores busy, and ptxas's early wait costs less.
         row_sum = compute_before_wait(row_sum)
-    probs = operand(apply_dropout(e, words, call, 0.0), state.probs)
+    probs = operand(mod.drop(e, pairs, words, 0.0), state.probs)
 
     accs = wait_for_products(accs)
     channels.values[0].release(used)

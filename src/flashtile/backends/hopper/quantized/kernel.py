@@ -52,7 +52,7 @@ def attention_quantized(call, scales, output, schedule, WIDTH: gl.constexpr, BEH
         softcap = call.mods.scores[0].operands
     SCALE_FIRST: gl.constexpr = call.mods.SCALE_FIRST and not HAS_SOFTCAP
     mod = Transforms(call.mods.scale_log2, softcap, call.mods.prescale, HAS_SOFTCAP, SCALE_FIRST,
-                   (), (), (), (), (), ())  # fmt: skip
+                   (), (), (), (), (), (), (), ())  # fmt: skip
     source = KeyTensors(True)
     q0 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
     q1 = make_rings(dtype, BLOCK_M, BLOCK_D, Q_STAGES, 1)
