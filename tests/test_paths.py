@@ -122,7 +122,7 @@ def ring() -> object:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("call", "most"), [(forward, 45), (training, 52), (cached, 33), (quantized, 52), (ring, 56)])
+@pytest.mark.parametrize(("call", "most"), [(forward, 42), (training, 49), (cached, 33), (quantized, 49), (ring, 53)])
 def test_modules_of_a_path(call: Callable[[], Any], most: int) -> None:
     launches: list[Launch] = []
     with with_kernels(launches.append, 2):
