@@ -341,7 +341,7 @@ def with_dropout(p, factor, pairs, words, mod):
 @gluon.jit
 def of_kept(dv, grid):
     """Dv multiplied by dropout's own factor."""
-    if grid.call.mods.dropout is None:
+    if grid.call.mods.DROPOUT is None:
         return dv
     else:
         return scale_by(dv, grid.call.mods.dropout.keep_scale)
@@ -350,7 +350,7 @@ def of_kept(dv, grid):
 @gluon.jit
 def score_gradients(factor, dp, delta, grid):
     """Dscores, from the factors of ``with_dropout``, without dropout's own factor."""
-    if grid.call.mods.dropout is None:
+    if grid.call.mods.DROPOUT is None:
         return factor * (dp - delta)
     else:
         own = 1.0 / grid.call.mods.dropout.keep_scale

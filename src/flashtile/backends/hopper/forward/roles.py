@@ -372,7 +372,7 @@ def row_results(row_max, row_sum, where, heads, call, schedule):
         scale = scale * factor
     else:
         scale, lse = softmax.finalise(row_max, total)
-    if call.mods.dropout is not None:
+    if call.mods.DROPOUT is not None:
         scale = scale * call.mods.dropout.keep_scale
     return scale, lse
 
