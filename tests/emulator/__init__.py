@@ -33,12 +33,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from flashtile.backends.gpu.launch import Const, Launch, mapped
-from tests.emulator.language import Language
+from tests.emulator.cluster import ClusterLanguage
 from tests.emulator.machine import Machine
-from tests.emulator.values import Descriptor, Pointer, SharedMemory, Value, value_of
+from tests.emulator.values import Descriptor, Pointer, Value, value_of
 from tests.machine import DeadlockError, MachineError, RaceError
 
-__all__ = ["DeadlockError", "MachineError", "RaceError", "Value", "launch", "reduce_out"]
+__all__ = ["DeadlockError", "MachineError", "RaceError", "Value", "launch"]
 
 
 def launch(
@@ -46,10 +46,11 @@ def launch(
     grid: Sequence[int],
     arguments: Sequence[Any],
     *,
-    replacements: Mapping[Any, Callable[..., Any]] | None = None,
+    replacements: Mapping[Any, Callable[..., Any] | str] | None = None,
     seed: int = 0,
     resident: int | None = None,
     ordered_sums: bool = False,
+    cluster: int = 1,
 ) -> None:
     """Runs a kernel to its end.
 
@@ -57,16 +58,18 @@ def launch(
         kernel: A ``@gluon.jit`` function.
         grid: Programs along each axis.
         arguments: As for a launch, in order; tensors must be on the CPU.
-        replacements: What to call instead of some of the functions that the kernel calls.
+        replacements: What to call instead of some of the functions that the kernel calls; a method of the
+            language by its name.
         seed: Draws the order of events.
         resident: Programs that run at once, all of them if not given; the others start in order.
         ordered_sums: Whether what is added to tensors must come in an order that does not depend on the run.
+        cluster: Programs of a cluster.
 
     Raises:
         MachineError: The kernel does what hardware does not forgive.
     """
     total = torch.Size(tuple(grid)).numel()
-    machine = Machine(seed, resident or total, total, ordered_sums)
+    machine = Machine(seed, resident or total, total, ordered_sums, cluster)
     run_on(machine, range(total), kernel, grid, arguments, replacements or {})
 
 
@@ -76,10 +79,10 @@ def run_on(
     kernel: Any,
     grid: Sequence[int],
     arguments: Sequence[Any],
-    replacements: Mapping[Any, Callable[..., Any]],
+    replacements: Mapping[Any, Callable[..., Any] | str],
 ) -> None:
     """Runs some programs of a grid on a machine."""
-    binding = _Binding(Language(machine, tuple(int(n) for n in grid)), replacements)
+    binding = _Binding(ClusterLanguage(machine, tuple(int(n) for n in grid)), replacements)
     function = binding.of(kernel)
     leaves = []
 
@@ -113,11 +116,6 @@ def _argument(x: Any) -> Any:
     return value_of(x)
 
 
-def reduce_out(desc: Descriptor, at: Any, memory: SharedMemory) -> None:
-    """Adds a box of shared memory to a tensor, by the copy engine; a replacement for whatever a kernel calls it."""
-    Language(memory.machine, ()).reduce_out(desc, at, memory)
-
-
 class _Function:
     """A device function, bound to the emulator when first called."""
 
@@ -139,7 +137,7 @@ class _Function:
 class _Binding:
     """Gives functions written for the compiler the emulator's names instead of its own."""
 
-    def __init__(self, language: Language, replacements: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, language: ClusterLanguage, replacements: Mapping[Any, Callable[..., Any] | str]) -> None:
         self._known: dict[int, Any] = {}
         self._kept: list[Any] = []
         for original, mine in ((tl, language.triton()), (gl, language.gluon()), (mbarrier, language.barriers())):
@@ -162,7 +160,7 @@ class _Binding:
                if hasattr(tma, name)},
             **replacements,
         }.items():  # fmt: skip
-            self._learn(original, mine)
+            self._learn(original, getattr(language, mine) if isinstance(mine, str) else mine)
 
     def _learn(self, original: Any, mine: Any) -> None:
         self._known[id(original)] = mine

@@ -233,9 +233,14 @@ class Language:
     # Shared memory.
 
     def allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Barriers | SharedMemory:
-        name = _assigned_name()
+        made = self._allocate(_assigned_name(), dtype, shape, layout)
+        self.task.program.buffers.append(made)
+        return made
+
+    def _allocate(self, name: str, dtype: Any, shape: Sequence[int], layout: Any) -> Barriers | SharedMemory:
         if isinstance(layout, BarrierLayout):
-            return Barriers([Barrier(f"{name}[{i}]") for i in range(shape[0])])
+            program, names = self.task.program, [f"{name}[{i}]" for i in range(shape[0])]
+            return Barriers(program, [*map(Barrier, names)], program.allocate(names))
         rows, cols = self.machine.box
         if not isinstance(layout, BoxLayout):
             return SharedMemory.allocate(self.machine, dtype, shape, name)
@@ -245,6 +250,7 @@ class Language:
 
     def barrier_init(self, barrier: Barriers, count: int) -> None:
         barrier.one.init(count)
+        self.task.write(barrier.places)
 
     def barrier_wait(self, barrier: Barriers, parity: Operand, pred: Operand = True) -> None:
         if not value_of(pred):
@@ -253,11 +259,14 @@ class Language:
         self.task.pause()
         if not one.is_over(over):
             self.task.wait(lambda: one.is_over(over), lambda: one.awaited(over))
-        self.task.learn(one.message)
+        task = self.task
+        task.learn(one.message)
+        one.seen_by(task.name, task.program.watch.wait(task.actor))
 
     def barrier_arrive(self, barrier: Barriers, *, count: int = 1, pred: Operand = True) -> None:
         if value_of(pred):
             self.task.pause()
+            barrier.reached_by(self.task)
             barrier.one.arrive(count, self.task.message())
 
     def barrier_expect(self, barrier: Barriers, num_bytes: int, pred: Operand = True) -> None:
@@ -283,8 +292,9 @@ class Language:
             barrier.one.land(desc.num_bytes, message)
 
         self.task.pause()
+        barrier.reached_by(self.task)
         self.task.read_tensor(self.tensor(desc.memory), lambda: desc.places(at))
-        self.task.start_load(memory.places, finish)
+        self.task.start_load(memory.places, finish, barrier.program)
 
     def copy_by_threads(self, memory: SharedMemory, pointer: Pointer, mask: Any = None, **_: Any) -> None:
         """Zeros where the mask is false."""
@@ -441,11 +451,11 @@ def _assigned_name() -> str:
     while frame.f_back is not None and "emulator" not in frame.f_globals.get("__name__", ""):
         # A kernel's own globals hold no name of its module.
         found = re.match(r"\s*(\w+) = ", linecache.getline(frame.f_code.co_filename, frame.f_lineno))
-        names.insert(0, found[1] if found else "memory")
+        names[:0] = [found[1]] if found else []
         frame = frame.f_back
         while frame.f_back is not None and frame.f_code.co_name == "__call__":
             frame = frame.f_back
-    return ".".join(names)
+    return ".".join(names) or "memory"
 
 
 def _upper_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from tests.emulator.machine import Machine
+from tests.emulator.machine import Machine, Program, Task
 from tests.machine import Barrier, MachineError
 from tests.machine.clocks import Array
 
@@ -312,6 +312,11 @@ class SharedMemory(Typed):
     def layout(self) -> Any:
         return LAYOUT
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of each of the buffers."""
+        return self.data[0].nbytes
+
     def load(self, layout: Any) -> Value:
         task = self.machine.running
         task.pause()
@@ -375,13 +380,35 @@ def _checked(index: int, size: int) -> int:
 
 
 class Barriers:
-    """Shared memory that holds mbarriers."""
+    """Shared memory that holds mbarriers.
 
-    def __init__(self, barriers: list[Barrier]) -> None:
+    Attributes:
+        program: Where it is.
+        places: What the program's watch knows it by.
+    """
+
+    buffer_bytes = 8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self._barriers), 1
+
+    def __init__(self, program: Program, barriers: list[Barrier], places: Array) -> None:
+        self.program = program
+        self.places = places
         self._barriers = barriers
 
     def index(self, index: Any) -> Barriers:
-        return Barriers([self._barriers[_checked(int(value_of(index)), len(self._barriers))]])
+        i = _checked(int(value_of(index)), len(self._barriers))
+        return Barriers(self.program, self._barriers[i : i + 1], self.places[i : i + 1])
+
+    def reached_by(self, task: Task) -> None:
+        """A task arrives, or makes a copy arrive: of another program it must know that it is there, and still is."""
+        if self.program is task.program:
+            return
+        if self.program.is_over:
+            raise MachineError(f"{task.name} signals {self.one.name} of program {self.program.number}, which has ended")
+        self.program.watch.read(task.actor, self.places)
 
     @property
     def one(self) -> Barrier:

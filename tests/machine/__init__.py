@@ -7,11 +7,12 @@ number here: a warp-specialised role in the emulator, a warp in the interpreter.
 
 from __future__ import annotations
 
-from tests.machine.barriers import Barrier, deadlock
+from tests.machine.barriers import Barrier, ClusterBarrier, deadlock
 from tests.machine.clocks import Names, Stamp, Watch
 from tests.machine.errors import DeadlockError, MachineError, RaceError
 from tests.machine.tensors import Order, Tensors
 
 __all__ = [
-    "Barrier", "DeadlockError", "MachineError", "Names", "Order", "RaceError", "Stamp", "Tensors", "Watch", "deadlock",
+    "Barrier", "ClusterBarrier", "DeadlockError", "MachineError", "Names", "Order", "RaceError", "Stamp", "Tensors",
+    "Watch", "deadlock",
 ]  # fmt: skip

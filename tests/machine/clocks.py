@@ -7,7 +7,7 @@ even if this run happened to do them one after the other.
 
 Asynchronous operations have components of their own in the clocks. Those of one actor that only read (stores by TMA,
 matrix products) end in the order of their start, so a queue and a number say how far it is. Loads end in any order, and
-each has a component of its own.
+each has a component of its own. Another one for each actor counts its waits for barriers.
 
 Besides, what ordinary stores and copies by threads wrote may be read by copies and products only if a
 ``fence.proxy.async`` stands between (PTX ISA, "Causality Order": along the path): of the writer after its write, or of
@@ -16,6 +16,7 @@ the reader after their barrier. Who started copies by threads has not written un
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -61,12 +62,16 @@ class Watch:
         names: What to call them.
         first: The number of the first of them among the actors of all programs.
         total: How many those are, where global memory is watched too: see ``tensors``.
+        mate: The watch of another program of the cluster: the actors are those of the cluster, each known to both.
     """
 
-    def __init__(self, places: int, actors: int, names: Names, first: int = 0, total: int = 0) -> None:
+    def __init__(
+        self, places: int, actors: int, names: Names, first: int = 0, total: int = 0, mate: Watch | None = None
+    ) -> None:
         self._actors, self._names = actors, names
         self.actors, self.first, self._total = actors, first, total
         self._first_load = actors * (1 + len(QUEUES))
+        self._waits = slice(self._first_load + _LOADS, self._first_load + _LOADS + actors)
         # Who wrote a place last: a component, its time, and where that stands in the program; time 0 is never.
         self._writer = np.zeros(places, np.int32)
         self._written = np.zeros(places, np.int32)
@@ -75,17 +80,21 @@ class Watch:
         self._reads = np.zeros((places, 0), np.int32)
         self._readers: list[int] = []
         self._unfenced = np.zeros(places, bool)
-        self._fenced_by = np.zeros(places, np.int32)
+        self._fenced_by = np.zeros(places, np.int64)
+        if mate is not None:
+            self._seen, self._everywhere = mate._seen, mate._everywhere
+            self._started, self._next_load = mate._started, mate._next_load
+            return
         # What each actor knows of each component, and how far those of operations are.
         # At the end are the actors of all programs and, one each, what TMA writes to global memory for them.
-        own = self._first_load + _LOADS
+        own = self._waits.stop
         self._seen = np.zeros((actors, own + 2 * total), np.int32)
         self._everywhere = [self._seen[actor, own:] for actor in range(actors)]
         self._seen[range(actors), range(actors)] = 1
         for actor in range(actors if total else 0):
             self._everywhere[actor][first + actor] = 1
         self._started = np.zeros(self._first_load + _LOADS, np.int32)
-        self._next_load = 0
+        self._next_load = itertools.cycle(range(_LOADS))
 
     def add_places(self, count: int) -> Array:
         """More places, which nobody has written."""
@@ -141,8 +150,7 @@ class Watch:
         self._may_write(actor, places)
         if by:
             self._may_follow(actor, places, f"a {by} of {self._names.actor(actor)} writes")
-        stamp = self._new(self._first_load + self._next_load)
-        self._next_load = (self._next_load + 1) % _LOADS
+        stamp = self._new(self._first_load + next(self._next_load))
         self._wrote(places, *stamp, line)
         self._unfenced[places] = not by
         return stamp
@@ -153,6 +161,17 @@ class Watch:
         stamp = self._new(self._actors * (1 + QUEUES.index(queue)) + actor)
         self._has_read(stamp.component, places, stamp.time)
         return stamp
+
+    def start_move(self, actor: int, places: Array, to: Watch, there: Array, line: int) -> Stamp:
+        """A copy from here into the shared memory of another program of the cluster starts."""
+        self._may_read(actor, places, "copy", may_be_unwritten=False)
+        stamp = to.start_load(actor, there, line, "copy")
+        self._has_read(stamp.component, places, stamp.time)
+        return stamp
+
+    def end(self, actor: int, line: int) -> None:
+        """A program of a cluster ends, and its shared memory is no more: nobody may read or write it from then on."""
+        self.write(actor, np.arange(len(self._writer)), line)
 
     def learn_end(self, actor: int, stamp: Stamp) -> None:
         """An actor knows that an operation is over."""
@@ -174,9 +193,19 @@ class Watch:
             known[ended.component] = ended.time
         return known
 
-    def end_of(self, stamps: Iterable[Stamp]) -> Array:
-        """What others learn from an arrival that copies of threads make at their end: of these alone."""
+    def wait(self, actor: int) -> Stamp:
+        """An actor has seen the end of a phase of a barrier."""
+        component = self._waits.start + actor
+        self._seen[actor, component] += 1
+        return Stamp(component, int(self._seen[actor, component]))
+
+    def end_of(self, actor: int, stamps: Iterable[Stamp]) -> Array:
+        """What others learn from an arrival that copies of threads make at their end: of these alone.
+
+        Copies start after what their threads have waited for.
+        """
         known = np.zeros_like(self._seen[0])
+        known[self._waits] = self._seen[actor, self._waits]
         for stamp in stamps:
             known[stamp.component] = max(known[stamp.component], stamp.time)
         return known
@@ -216,12 +245,12 @@ class Watch:
         unknown = self._reads[places] > seen[self._readers]
         if unknown.any():
             index, column = np.argwhere(unknown)[0]
-            reader, what = self._readers[column], ""
-            if reader >= self._actors:
-                what = f"a {QUEUES[reader // self._actors - 1]} of "
+            who, (queue, reader) = "a copy to another program", divmod(self._readers[column], self._actors)
+            if queue <= len(QUEUES):
+                who = (f"a {QUEUES[queue - 1]} of " if queue else "") + self._names.actor(reader)
             raise RaceError(
                 f"race: {self._names.actor(actor)} writes {self._names.place(int(places[index]))}, "
-                f"which {what}{self._names.actor(reader % self._actors)} may still have to read"
+                f"which {who} may still have to read"
             )
 
     def _race(self, does: str, actor: int, places: Array) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.machine import Barrier, MachineError, Names, Order, RaceError, Tensors, Watch
+from tests.machine import Barrier, ClusterBarrier, MachineError, Names, Order, RaceError, Tensors, Watch
 
 PLACE = np.array([1])
 
@@ -121,7 +121,7 @@ def test_who_waited_for_copies_by_threads_fences_and_knows_of_nothing_else() -> 
     watch.write(0, np.array([0]), line=1)
     stamp = watch.start_load(0, PLACE, line=2)
     watch.fence(0)
-    watch.learn(1, watch.end_of([stamp]))
+    watch.learn(1, watch.end_of(0, [stamp]))
     watch.read(1, PLACE)
     with pytest.raises(RaceError, match="a product of role 1 reads .* without a proxy fence after the write of a copy"):
         watch.start_read(1, PLACE, "product")
@@ -170,3 +170,57 @@ def test_a_barrier_counts() -> None:
         barrier.arrive(2, None)
     barrier.arrive(1, None)
     assert barrier.phase == 1 and barrier.is_over(0) and not barrier.is_over(1)
+
+
+def test_programs_of_a_cluster_know_of_each_other_and_have_memory_of_their_own() -> None:
+    first = _watch()
+    second = Watch(2, 3, _Names(), mate=first)
+    first.write(0, PLACE, line=1)
+    second.write(1, PLACE, line=2)
+    first.fence(0)
+    with pytest.raises(RaceError, match="role 0 writes .* after the write of role 1 at line 2"):
+        first.start_move(0, PLACE, second, PLACE, line=3)
+    _tell(second, 1, 0)
+    with pytest.raises(RaceError, match="a copy of role 0 writes .* without a proxy fence"):
+        first.start_move(0, PLACE, second, PLACE, line=3)
+    second.fence(1)
+    stamp = first.start_move(0, PLACE, second, PLACE, line=3)
+    with pytest.raises(RaceError, match="which a copy to another program may still have to read"):
+        first.end(0, line=4)
+    second.learn(1, first.message(0, stamp))
+    second.read(1, PLACE)
+    _tell(second, 1, 0)
+    first.end(0, line=4)
+    with pytest.raises(RaceError, match="role 2 reads"):
+        first.read(2, PLACE)
+
+
+def test_the_barrier_of_a_cluster_waits_for_those_who_have_not_ended() -> None:
+    watch, barrier = _watch(), ClusterBarrier()
+    for actor in range(3):
+        barrier.join(actor)
+    watch.write(0, PLACE, line=1)
+    barrier.arrive(0, watch.message(0))
+    barrier.arrive(1, watch.message(1))
+    assert not barrier.is_over(0) and "1 of 3 are missing" in barrier.awaited(1)
+    barrier.leave(2)
+    assert barrier.is_over(0)
+    barrier.arrive(0, watch.message(0))
+    assert not barrier.is_over(0) and barrier.is_over(1)
+    watch.learn(1, barrier.message(1))
+    watch.read(1, PLACE)
+
+
+@pytest.mark.parametrize("by", ["nobody", "itself", "its copies"])
+def test_a_phase_ends_after_all_who_wait_have_seen_the_end_of_the_last(by: str) -> None:
+    """Who has not would take it for the one before."""
+    watch, barrier = _watch(), Barrier("full[0]")
+    barrier.init(1)
+    barrier.arrive(1, watch.message(0))
+    barrier.seen_by("role 1", watch.wait(1))
+    if by == "nobody":
+        with pytest.raises(RaceError, match=r"phase 1 of full\[0\] ends, .* after role 1 has seen the end of phase 0"):
+            barrier.arrive(1, watch.message(0))
+        return
+    watch.learn(0, watch.message(1) if by == "itself" else watch.end_of(1, []))
+    barrier.arrive(1, watch.message(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ def read_weakly(warp: Warp, region: Region, at: Array, size: int) -> None:
     if warp.block.watch is not None:
         tensors = warp.block.machine.tensors
         tensor = tensors.tensor(region.name, region.base, region.size)
-        tensors.read(warp.block.watch, warp.index, tensor, _parts(region, at, size))
+        tensors.read(warp.block.watch, warp.actor, tensor, _parts(region, at, size))
 
 
 def _strongly(warp: Warp, region: Region, at: Array, size: int, order: Order, **kinds: bool) -> None:
@@ -65,9 +66,9 @@ def _strongly(warp: Warp, region: Region, at: Array, size: int, order: Order, **
         return
     tensor = tensors.tensor(region.name, region.base, region.size)
     only_reads = not kinds.get("writes", True)
-    tensors.strong(watch, warp.index, tensor, _parts(region, at, size), warp.pc, order, reads=only_reads)
+    tensors.strong(watch, warp.actor, tensor, _parts(region, at, size), warp.pc, order, reads=only_reads)
     for place in _firsts(region, at):
-        tensors.synchronise(watch, warp.index, tensor, place, order, **kinds)
+        tensors.synchronise(watch, warp.actor, tensor, place, order, **kinds)
 
 
 def _on(warp: Warp, space: str, at: Array) -> list[tuple[Region, Any]]:
@@ -105,7 +106,7 @@ def _load(d: Decoder, i: Instruction) -> Step:
         watch = warp.block.watch
         if watch is not None and space == "shared":
             active = where if warp.mask is None else where[warp.mask]
-            watch.read(warp.index, watch.places(active, size * count))
+            watch.read(warp.actor, watch.places(active, size * count))
         for region, lanes in _on(warp, space, where):
             if lanes is None:
                 for index, value, as_wide in zip(to, region.load(where, size, count), wide, strict=True):
@@ -168,7 +169,7 @@ def _store(d: Decoder, i: Instruction) -> Step:
                 return all(np.array_equal(a, b[active]) for a, b in zip(there, values, strict=True))
 
             places = watch.places(where[active], bits // 8 * count)
-            watch.write(warp.index, places, warp.pc, same, is_part=bits * count == 8)
+            watch.write(warp.actor, places, warp.pc, same, is_part=bits * count == 8)
         for region, lanes in _on(warp, space, where):
             some = where if lanes is None else where[lanes]
             given = values if lanes is None else [v[lanes] for v in values]
@@ -183,7 +184,7 @@ def _store(d: Decoder, i: Instruction) -> Step:
             return
         tensors = warp.block.machine.tensors
         tensors.write(
-            warp.block.watch, warp.index, tensors.tensor(region.name, region.base, region.size),
+            warp.block.watch, warp.actor, tensors.tensor(region.name, region.base, region.size),
             _parts(region, where, bits // 8 * count), warp.pc, lambda: all(map(np.array_equal, there, values)),
             is_part=bits * count == 8,
         )  # fmt: skip
@@ -215,7 +216,7 @@ def _atomic(d: Decoder, i: Instruction) -> Step:
         tensors, size = warp.block.machine.tensors, width // 8 * count
         if is_sum and tensors.ordered_sums and warp.block.watch is not None:
             tensor = tensors.tensor(region.name, region.base, region.size)
-            tensors.write(warp.block.watch, warp.index, tensor, _parts(region, where, size), warp.pc)
+            tensors.write(warp.block.watch, warp.actor, tensor, _parts(region, where, size), warp.pc)
         else:
             assert order is not None
             _strongly(warp, region, where, size, order)
@@ -281,7 +282,7 @@ def _matrix(d: Decoder, i: Instruction) -> Step:
         places = _matrices(warp, at, count)
         memory = warp.block.shared.view(2)
         if warp.block.watch is not None:
-            warp.block.watch.read(warp.index, (places.reshape(-1, 1) + np.arange(8)).ravel())
+            warp.block.watch.read(warp.actor, (places.reshape(-1, 1) + np.arange(8)).ravel())
         for n, index in enumerate(registers):
             matrix = memory[places[n][:, None] + np.arange(8)]
             if trans:
@@ -289,13 +290,14 @@ def _matrix(d: Decoder, i: Instruction) -> Step:
             warp.values[index] = np.ascontiguousarray(matrix).reshape(32, 2).view(np.uint32)[:, 0]
 
     def store(warp: Warp) -> None:
-        places = _matrices(warp, at, count)
+        places = _matrices(warp, at, count)[:, :, None] + np.arange(8)
         memory = warp.block.shared.view(2)
+        given = np.stack([warp.values[index] for index in registers]).view(np.uint16).reshape(count, 8, 8)
+        matrices = given.transpose(0, 2, 1) if trans else given
         if warp.block.watch is not None:
-            warp.block.watch.write(warp.index, (places.reshape(-1, 1) + np.arange(8)).ravel(), warp.pc)
-        for n, index in enumerate(registers):
-            matrix = np.ascontiguousarray(warp.values[index]).view(np.uint16).reshape(8, 8)
-            memory[places[n][:, None] + np.arange(8)] = matrix.T if trans else matrix
+            same = functools.partial(np.array_equal, memory[places], matrices)
+            warp.block.watch.write(warp.actor, places.ravel(), warp.pc, same)
+        memory[places] = matrices
 
     return store if storing else load
 
@@ -348,7 +350,7 @@ def _copy(d: Decoder, i: Instruction) -> Step:
                 read_weakly(warp, machine.memory.find(source), np.array([source]), n)
         block.shared.touch(targets[lanes], size)
         if block.watch is not None:
-            copy.stamp = block.watch.start_load(warp.index, block.watch.places(targets[lanes], size), warp.pc)
+            copy.stamp = block.watch.start_load(warp.actor, block.watch.places(targets[lanes], size), warp.pc)
         machine.start(copy)
         warp.copies[-1].append(copy)
 
@@ -368,8 +370,8 @@ def _arrive_after(d: Decoder, i: Instruction) -> Step:
         warp.copies[-1] = []
         message = None
         if warp.block.watch is not None:
-            warp.block.watch.read(warp.index, warp.block.watch.places(where[lanes], 8))
-            message = warp.block.watch.end_of(copy.stamp for copy in copies)
+            warp.block.watch.read(warp.actor, warp.block.watch.places(where[lanes], 8))
+            message = warp.block.watch.end_of(warp.actor, (copy.stamp for copy in copies))
 
         def arrive() -> None:
             for copy in copies:
@@ -394,9 +396,9 @@ def wait_for(warp: Warp, left: int, has_written: bool = False) -> Wait | None:
     def learn() -> None:
         if warp.block.watch is not None:
             for copy in waited:
-                warp.block.watch.learn_end(warp.index, copy.stamp)
+                warp.block.watch.learn_end(warp.actor, copy.stamp)
             if has_written:
-                warp.block.machine.tensors.copies_are_over(warp.block.watch, warp.index, in_flight)
+                warp.block.machine.tensors.copies_are_over(warp.block.watch, warp.actor, in_flight)
 
     if all(copy.done for copy in waited):
         learn()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
+
 from tests.machine import Barrier, Order
+from tests.machine.clocks import Array
 from tests.ptx.decode import Decoder, builder
-from tests.ptx.machine import SHARED_BASE, Step, Wait, Warp
+from tests.ptx.machine import SHARED_BASE, Block, Step, Wait, Warp
 from tests.ptx.text import Instruction, PtxError
 
 
@@ -13,6 +18,8 @@ def _barrier(d: Decoder, i: Instruction) -> Step:
     if i.opcode[1] == "warp":
         # Lanes of a warp run together; those apart wait for the ones behind.
         return lambda warp: None
+    if i.opcode[1] == "cluster":
+        return _cluster(i)
     kinds = (("sync",), ("sync", "aligned"), ("cta", "sync", "aligned", "all"), ("cta", "sync"), ("arrive",))
     if i.opcode[1:] not in kinds:
         raise PtxError("barrier")
@@ -27,6 +34,26 @@ def _barrier(d: Decoder, i: Instruction) -> Step:
         if (n != n[0]).any():
             raise PtxError("lanes at different barriers")
         return warp.block.sync(warp, int(n[0]), None if count is None else int(count[0]), waits)
+
+    return run
+
+
+def _cluster(i: Instruction) -> Step:
+    waits = i.opcode[2:] == ("wait", "acquire", "aligned")
+    if not waits and i.opcode[2:] != ("arrive", "release", "aligned"):
+        raise PtxError("barrier of a cluster")
+
+    def run(warp: Warp) -> Wait | None:
+        if warp.mask is not None or warp.lane_pc is not None:
+            raise PtxError("a barrier with lanes apart")
+        barrier, block = warp.block.cluster_barrier, warp.block
+        if not waits:
+            barrier.arrive(warp.actor, block.message(warp))
+            return None
+        return Wait(
+            lambda: barrier.is_over(warp.actor), barrier.awaited(warp.actor),
+            then=lambda: block.learn(warp, barrier.message(warp.actor)),
+        )  # fmt: skip
 
     return run
 
@@ -48,9 +75,9 @@ def _fence(d: Decoder, i: Instruction) -> Step:
 
     def run(warp: Warp) -> None:
         if warp.block.watch is not None and "proxy" in i.opcode:
-            warp.block.watch.fence(warp.index)
+            warp.block.watch.fence(warp.actor)
         elif warp.block.watch is not None:
-            warp.block.machine.tensors.fence(warp.block.watch, warp.index, order)
+            warp.block.machine.tensors.fence(warp.block.watch, warp.actor, order)
 
     return run
 
@@ -73,7 +100,7 @@ def _registers(d: Decoder, i: Instruction) -> Step:
 def _mbarrier(d: Decoder, i: Instruction) -> Step:
     kind = i.opcode[1]
     allowed = {"init", "inval", "arrive", "expect_tx", "try_wait", "test_wait", "parity", "shared", "shared::cta",
-               "b64", "release", "acquire", "cta"}  # fmt: skip
+               "shared::cluster", "b64", "release", "acquire", "cta"}  # fmt: skip
     if set(i.opcode[1:]) - allowed:
         raise PtxError("mbarrier")
     build = {"init": _init, "inval": _invalidate, "arrive": _arrive, "try_wait": _try, "test_wait": _try}
@@ -92,7 +119,7 @@ def _init(d: Decoder, i: Instruction) -> Step:
             # Nor may there be an mbarrier already.
             warp.block.shared.load(where[lane : lane + 1], 8, 1)
             if warp.block.watch is not None:
-                warp.block.watch.write(warp.index, warp.block.watch.places(where[lane : lane + 1], 8), warp.pc)
+                warp.block.watch.write(warp.actor, warp.block.watch.places(where[lane : lane + 1], 8), warp.pc)
             made = warp.block.barriers[address] = Barrier(f"the barrier at {address - SHARED_BASE}")
             made.init(int(warp.values[count][lane]))
             warp.block.shared.mark(address, True)
@@ -108,7 +135,7 @@ def _invalidate(d: Decoder, i: Instruction) -> Step:
             address = int(at(warp)[lane])
             warp.block.barrier(address)
             if warp.block.watch is not None:
-                warp.block.watch.write(warp.index, warp.block.watch.places(at(warp)[lane : lane + 1], 8), warp.pc)
+                warp.block.watch.write(warp.actor, warp.block.watch.places(at(warp)[lane : lane + 1], 8), warp.pc)
             del warp.block.barriers[address]
             warp.block.shared.mark(address, False)
 
@@ -119,14 +146,16 @@ def _arrive(d: Decoder, i: Instruction) -> Step:
     if i.operands[0] != "_":
         raise PtxError("the state of an arrival")
     at, expects = d.address(i.operands[1]), "expect_tx" in i.opcode
+    if "shared::cluster" in i.opcode:
+        return _arrive_there(at, i)
     count = d.operand(i.operands[2], 32) if len(i.operands) > 2 else None
 
     def run(warp: Warp) -> None:
         where = at(warp)
         watch, message = warp.block.watch, None
         if watch is not None:
-            watch.read(warp.index, watch.places(where[warp.lanes()], 8))
-            message = watch.message(warp.index)
+            watch.read(warp.actor, watch.places(where[warp.lanes()], 8))
+            message = watch.message(warp.actor)
         for lane in warp.lanes():
             value = 1 if count is None else int(warp.values[count][lane])
             barrier = warp.block.barrier(int(where[lane]))
@@ -136,6 +165,27 @@ def _arrive(d: Decoder, i: Instruction) -> Step:
                 barrier.arrive(value, message)
 
     return run
+
+
+def _arrive_there(at: Callable[[Warp], Array], i: Instruction) -> Step:
+    """Maybe of another block of the cluster."""
+    if i.opcode != ("mbarrier", "arrive", "shared::cluster", "b64") or len(i.operands) != 2:
+        raise PtxError("mbarrier")
+
+    def run(warp: Warp) -> None:
+        message = warp.block.message(warp)
+        for lane in warp.lanes():
+            barrier_at(warp, int(at(warp)[lane]))[1].arrive(1, message)
+
+    return run
+
+
+def barrier_at(warp: Warp, address: int) -> tuple[Block, Barrier]:
+    """The block of the cluster and its mbarrier that a warp signals, or makes a copy signal."""
+    block, own = warp.block.at(address)
+    if block.watch is not None and block is not warp.block:
+        block.watch.read(warp.actor, block.watch.places(np.array([own]), 8))
+    return block, block.barrier(own)
 
 
 def _try(d: Decoder, i: Instruction) -> Step:
@@ -157,8 +207,9 @@ def _try(d: Decoder, i: Instruction) -> Step:
             return Wait(lambda: barrier.is_over(phase), barrier.awaited(phase), again=True)
         watch = warp.block.watch
         if watch is not None:
-            watch.read(warp.index, watch.places(where[lanes[:1]], 8))
-            watch.learn(warp.index, barrier.message)
+            watch.read(warp.actor, watch.places(where[lanes[:1]], 8))
+            watch.learn(warp.actor, barrier.message)
+            barrier.seen_by(warp.label, watch.wait(warp.actor))
         if warp.mask is None:
             warp.values[to] = warp.values[yes]
         else:

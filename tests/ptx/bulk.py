@@ -12,8 +12,9 @@ import numpy as np
 from tests.machine import Order
 from tests.ptx import access
 from tests.ptx.arithmetic import Array
+from tests.ptx.barriers import barrier_at
 from tests.ptx.decode import Decoder
-from tests.ptx.machine import SHARED_BASE, Block, Copy, Step, Wait, Warp
+from tests.ptx.machine import SHARED_BASE, WINDOW, Block, Copy, Step, Wait, Warp
 from tests.ptx.memory import GlobalMemory, Region
 from tests.ptx.text import Instruction, PtxError
 
@@ -141,14 +142,17 @@ def _places(region: Region, tensor: TensorMap, coordinates: tuple[int, ...]) -> 
 
 def load(warp: Warp, tensor: TensorMap, coordinates: tuple[int, ...], start: int, barrier: int) -> Copy:
     """A box from global to shared memory, zeros outside the tensor."""
-    block, message, stamp = warp.block, None, None
-    places, told = _box(block, start, tensor), block.barrier(barrier)
+    message, stamp = None, None
+    block, start = warp.block.at(start)
+    places, (there, told) = _box(block, start, tensor), barrier_at(warp, barrier)
+    if block is not there:
+        raise PtxError(f"a box in shared memory of block {block.place}, and a barrier of {there.place}")
     if block.watch is not None:
-        stamp = block.watch.start_load(warp.index, places[:, ::2].ravel() >> 1, warp.pc, "copy")
-        message = block.watch.message(warp.index, stamp)
+        stamp = block.watch.start_load(warp.actor, places[:, ::2].ravel() >> 1, warp.pc, "copy")
+        message = block.watch.message(warp.actor, stamp)
         region, tensors = block.machine.memory.find(tensor.address), block.machine.tensors
         tensors.read(
-            block.watch, warp.index, tensors.tensor(region.name, region.base, region.size),
+            block.watch, warp.actor, tensors.tensor(region.name, region.base, region.size),
             lambda: _places(region, tensor, coordinates),
         )  # fmt: skip
 
@@ -167,13 +171,13 @@ def store(warp: Warp, tensor: TensorMap, coordinates: tuple[int, ...], start: in
     block, stamp = warp.block, None
     places = _box(block, start, tensor)
     if block.watch is not None:
-        stamp = block.watch.start_read(warp.index, places[:, ::2].ravel() >> 1, "copy")
+        stamp = block.watch.start_read(warp.actor, places[:, ::2].ravel() >> 1, "copy")
         region, tensors = block.machine.memory.find(tensor.address), block.machine.tensors
         there, parts = tensors.tensor(region.name, region.base, region.size), _places(region, tensor, coordinates)
         if add and not tensors.ordered_sums:
-            tensors.strong(block.watch, warp.index, there, parts, warp.pc, Order.of("relaxed", "gpu"), copies=True)
+            tensors.strong(block.watch, warp.actor, there, parts, warp.pc, Order.of("relaxed", "gpu"), copies=True)
         else:
-            tensors.write(block.watch, warp.index, there, parts, warp.pc, copies=True)
+            tensors.write(block.watch, warp.actor, there, parts, warp.pc, copies=True)
     if add and not tensor.float32:
         raise PtxError("only float32 is added here")
 
@@ -187,6 +191,39 @@ def store(warp: Warp, tensor: TensorMap, coordinates: tuple[int, ...], start: in
                 data[:] = tile[row, low:high]
 
     return Copy(run, stamp=stamp, writes=True)
+
+
+def _move(d: Decoder, i: Instruction) -> Step:
+    """Bytes from the block's shared memory to another one's of the cluster."""
+    to, origin, signalled = (d.address(i.operands[n]) for n in (0, 1, 3))
+    size = d.operand(i.operands[2], 32)
+
+    def run(warp: Warp) -> None:
+        for lane in warp.lanes():
+            at = (int(each(warp)[lane]) for each in (to, origin, signalled))
+            warp.block.machine.start(_moved(warp, *at, int(warp.values[size][lane])))
+
+    return run
+
+
+def _moved(warp: Warp, to: int, source: int, barrier: int, size: int) -> Copy:
+    own, (block, told), message = warp.block, barrier_at(warp, barrier), None
+    there, target = own.at(to)
+    if there is not block or any(n % 16 for n in (source, target, size)):
+        raise PtxError(f"{size} bytes from {source} to {target} of block {there.place}, a barrier of {block.place}")
+    for shared, at in ((own.shared, source), (there.shared, target)):
+        shared.touch(np.array([at]), size)
+    if own.watch is not None and there.watch is not None:
+        read, written = own.watch.places(np.array([source]), size), there.watch.places(np.array([target]), size)
+        stamp = own.watch.start_move(warp.actor, read, there.watch, written, warp.pc)
+        message = own.watch.message(warp.actor, stamp)
+    first, last = source - SHARED_BASE, target - SHARED_BASE
+
+    def move() -> None:
+        there.shared.data[last : last + size] = own.shared.data[first : first + size]
+        told.land(size, message)
+
+    return Copy(move)
 
 
 def build(d: Decoder, i: Instruction) -> Step:
@@ -207,6 +244,8 @@ def build(d: Decoder, i: Instruction) -> Step:
         return wait
     if words[0] == "reduce":
         words = words[1:]
+    if words == ["shared::cluster", "shared::cta", "mbarrier::complete_tx::bytes"]:
+        return _move(d, i)
     if words[0] != "tensor":
         raise PtxError("bulk copy")
     return _tensor(d, i, words[1:], i.opcode[1] == "reduce")
@@ -215,12 +254,13 @@ def build(d: Decoder, i: Instruction) -> Step:
 def _tensor(d: Decoder, i: Instruction, words: list[str], adds: bool) -> Step:
     rank = int(words[0][0])
     loads = words[1].startswith("shared")
+    many = "multicast::cluster" in words
     allowed = (
-        {"shared::cluster", "shared::cta", "global", "mbarrier::complete_tx::bytes", "tile"}
+        {"shared::cluster", "shared::cta", "global", "mbarrier::complete_tx::bytes", "tile", "multicast::cluster"}
         if loads
         else {"global", "shared::cta", "bulk_group", "tile", *(["add"] if adds else [])}
     )
-    if set(words[1:]) - allowed or (adds and "add" not in words) or len(i.operands) != 3 - (not loads):
+    if set(words[1:]) - allowed or (adds and "add" not in words) or len(i.operands) != 2 + loads + many:
         raise PtxError("tensor copy")
     described, memory = (i.operands[1], i.operands[0]) if loads else (i.operands[0], i.operands[1])
     match = re.fullmatch(r"\[([^,]+),\{(.*)\}\]", described)
@@ -230,7 +270,8 @@ def _tensor(d: Decoder, i: Instruction, words: list[str], adds: bool) -> Step:
     coordinates = [d.operand(name, 32) for name in match[2].split(",")]
     if len(coordinates) != rank:
         raise PtxError("coordinates")
-    barrier_at = d.address(i.operands[2]) if loads else None
+    signalled = d.address(i.operands[2]) if loads else None
+    mask = d.operand(i.operands[3], 16) if many else None
 
     def run(warp: Warp) -> None:
         machine = warp.block.machine
@@ -242,11 +283,15 @@ def _tensor(d: Decoder, i: Instruction, words: list[str], adds: bool) -> Step:
             place = tuple(int(warp.values[c][lane].view(np.int32)) for c in reversed(coordinates))
             tensor.look_at(place)
             start = int(starts[lane])
-            if barrier_at is not None:
-                copy = load(warp, tensor, place, start, int(barrier_at(warp)[lane]))
-            else:
+            if signalled is None:
                 copy = store(warp, tensor, place, start, adds)
                 warp.copies[-1].append(copy)
-            machine.start(copy)
+                machine.start(copy)
+                continue
+            barrier, chosen = int(signalled(warp)[lane]), 0 if mask is None else int(warp.values[mask][lane])
+            # At the same place of each block of the mask, or of the one.
+            windows = [rank + 1 for rank in range(16) if chosen >> rank & 1] if many else [0]
+            for window in windows:
+                machine.start(load(warp, tensor, place, *(at + window * WINDOW for at in (start, barrier))))
 
     return run

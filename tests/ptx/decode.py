@@ -86,7 +86,11 @@ class Decoder:
             return np.full(LANES, block.place[axis], np.uint32)
         if name.startswith("%nctaid."):
             return np.full(LANES, block.machine.grid[axis], np.uint32)
-        if name in ("%cluster_ctarank", "%cluster_ctaid.x", "%clock_hi"):
+        if name in ("%cluster_ctarank", "%cluster_ctaid.x"):
+            return np.full(LANES, block.rank, np.uint32)
+        if name == "%dynamic_smem_size":
+            return np.full(LANES, block.shared.size, np.uint32)
+        if name == "%clock_hi":
             return np.zeros(LANES, np.uint32)
         raise PtxError(f"special register {name}")
 

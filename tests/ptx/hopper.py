@@ -25,7 +25,8 @@ def on_cpu(
     """``emulated.with_kernels`` as the compiler makes them; ``machine`` says how the machine behaves."""
 
     def run(launch: Launch) -> None:
-        _KERNELS.launch(launch.kernel, (launch.programs,), launch.arguments, dict(launch.options), machine)
+        options = dict(launch.options)
+        _KERNELS.launch(launch.kernel, (launch.programs,), launch.arguments, options, machine, launch.cluster)
 
     with with_kernels(run, num_sms, forward, backward):
         yield

@@ -129,6 +129,7 @@ class Kernels:
         arguments: Sequence[Any] | Mapping[str, Any],
         options: dict[str, Any],
         machine: Options,
+        cluster: int = 1,
     ) -> Machine:
         """Compiles what is not yet compiled, and runs it to its end.
 
@@ -138,12 +139,14 @@ class Kernels:
             arguments: As for a launch, in order or by name; tensors must be on the CPU.
             options: The compiler's.
             machine: How the machine behaves.
+            cluster: Blocks of a cluster.
         """
         build, values = self.build(kernel, arguments, options)
         memory = GlobalMemory()
         params = _parameters(build, values, memory)
         whole = (*grid, 1, 1)
-        run = Machine(build.code, (whole[0], whole[1], whole[2]), params, memory, build.shared_bytes, machine)
+        blocks = whole[0], whole[1], whole[2]
+        run = Machine(build.code, blocks, params, memory, build.shared_bytes, machine, cluster)
         try:
             run.run()
         except Exception:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.machine import Barrier, MachineError, Stamp, Tensors, deadlock
+from tests.machine import Barrier, ClusterBarrier, MachineError, Stamp, Tensors, deadlock
 from tests.machine.clocks import Message, joined
 from tests.ptx.memory import GlobalMemory, SharedMemory
 from tests.ptx.races import BlockWatch
@@ -20,6 +20,8 @@ from tests.ptx.text import PtxError
 LANES = 32
 # Where a block's shared memory starts: the first KiB is the system's.
 SHARED_BASE = 1024
+# Addresses of the shared memory of a cluster's blocks are so far apart; the first are each block's own.
+WINDOW = 1 << 24
 _END = 1 << 40
 Mask = NDArray[np.bool_]
 
@@ -81,11 +83,20 @@ class Copy:
 
 
 class Block:
-    """A thread block."""
+    """A thread block.
 
-    def __init__(self, machine: Machine, place: tuple[int, int, int], number: int) -> None:
+    Attributes:
+        cluster: The blocks that run together with it and reach its shared memory, itself among them, in order.
+        rank: Its place there.
+    """
+
+    def __init__(self, machine: Machine, place: tuple[int, int, int], number: int, cluster: list[Block]) -> None:
         self.machine = machine
         self.place = place
+        self.cluster, self.rank = cluster, len(cluster)
+        mate = cluster[0] if cluster else None
+        cluster.append(self)
+        self.cluster_barrier = ClusterBarrier() if mate is None else mate.cluster_barrier
         code = machine.code
         self.shared = SharedMemory(SHARED_BASE, machine.shared_bytes)
         self.barriers: dict[int, Barrier] = {}
@@ -94,9 +105,34 @@ class Block:
         count = -(-code.threads // LANES)
         self.watch = None
         if machine.options.watch:
-            total = count * math.prod(machine.grid)
-            self.watch = BlockWatch(SHARED_BASE, machine.shared_bytes, count, code.where, count * number, total)
-        self.warps = [Warp(self, index) for index in range(count)]
+            total, first = count * math.prod(machine.grid), count * (number - self.rank)
+            alone = machine.cluster == 1
+            self.watch = BlockWatch(
+                SHARED_BASE, machine.shared_bytes, count * machine.cluster, code.where,
+                (lambda warp: f"warp {warp}") if alone else lambda warp: machine.who(first + warp),
+                "" if alone else f" of block {place}", first, total, mate and mate.watch,
+            )  # fmt: skip
+        self.warps = [Warp(self, index, index + count * self.rank) for index in range(count)]
+        self._running, self._left = count, None
+        for warp in self.warps:
+            self.cluster_barrier.join(warp.actor)
+
+    def at(self, address: int) -> tuple[Block, int]:
+        """The block of the cluster that has a shared address, and the address there."""
+        number, own = divmod(address, WINDOW)
+        block = self.cluster[number - 1] if number else self
+        if not block._running:
+            raise PtxError(f"shared memory of block {block.place}, which has ended")
+        return block, own
+
+    def leave(self, warp: Warp) -> None:
+        """A warp has ended; with the last one, the block's shared memory is no more."""
+        self.cluster_barrier.leave(warp.actor)
+        self._running -= 1
+        self._left = joined(self._left, self.message(warp))
+        if not self._running and self.watch is not None and len(self.cluster) > 1:
+            self.learn(warp, self._left)
+            self.watch.end(warp.actor, warp.pc)
 
     def barrier(self, address: int) -> Barrier:
         """The mbarrier at an address."""
@@ -107,12 +143,12 @@ class Block:
 
     def message(self, warp: Warp) -> Message:
         """What an arrival of the warp tells."""
-        return None if self.watch is None else self.watch.message(warp.index)
+        return None if self.watch is None else self.watch.message(warp.actor)
 
     def learn(self, warp: Warp, message: Message) -> None:
         """The warp has passed a barrier that told this."""
         if self.watch is not None:
-            self.watch.learn(warp.index, message)
+            self.watch.learn(warp.actor, message)
 
     def sync(self, warp: Warp, number: int, threads: int | None, waits: bool = True) -> Wait | None:
         """A warp arrives at a named barrier, of all threads if not said otherwise, and waits there or goes on."""
@@ -159,11 +195,14 @@ class Warp:
     """32 lanes that run together as long as they agree where.
 
     Attributes:
+        index: Its number in the block.
+        actor: What the block's watch knows it by, its number in the cluster.
         values: Registers by the decoder's index, an array of 32 each, replaced and never changed; None: unwritten.
         mask: Lanes that the present instruction is for, None for all.
     """
 
     __slots__ = (
+        "actor",
         "block",
         "copies",
         "executed",
@@ -179,10 +218,11 @@ class Warp:
         "wait",
     )
 
-    def __init__(self, block: Block, index: int) -> None:
+    def __init__(self, block: Block, index: int, actor: int) -> None:
         code = block.machine.code
         self.block = block
         self.index = index
+        self.actor = actor
         self.values: list[Any] = code.initial(block, index)
         self.mask: Mask | None = None
         self.pc = 0
@@ -328,6 +368,7 @@ class Machine:
         params: Values of the parameters by name: bytes of scalars, a tensor map.
         memory: Where tensors are.
         shared_bytes: Shared memory of a block.
+        cluster: Blocks of a cluster.
         notes: What is no error and yet worth a look.
     """
 
@@ -337,21 +378,21 @@ class Machine:
     memory: GlobalMemory
     shared_bytes: int
     options: Options = field(default_factory=Options)
+    cluster: int = 1
     in_flight: list[Copy] = field(default_factory=list)
     executed: int = 0
     notes: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        warps = -(-self.code.threads // LANES)
+        self._warps = -(-self.code.threads // LANES)
+        total = self._warps * math.prod(self.grid)
+        self.tensors = Tensors(total, self.who, self.code.where, ordered_sums=self.options.ordered_sums)
 
-        def who(number: int) -> str:
-            block, warp = divmod(number, warps)
-            x, y, _ = self.grid
-            return f"warp {warp} of block {(block % x, block // x % y, block // x // y)}"
-
-        self.tensors = Tensors(
-            warps * math.prod(self.grid), who, self.code.where, ordered_sums=self.options.ordered_sums
-        )
+    def who(self, number: int) -> str:
+        """What to call a warp of all blocks."""
+        block, warp = divmod(number, self._warps)
+        x, y, _ = self.grid
+        return f"warp {warp} of block {(block % x, block // x % y, block // x // y)}"
 
     def run(self) -> None:
         """Runs all blocks to their end.
@@ -368,8 +409,10 @@ class Machine:
         with np.errstate(all="ignore"):
             while places or live:
                 while places and len({id(w.block) for w in live}) < resident:
-                    live += Block(self, places.pop(), started).warps
-                    started += 1
+                    together: list[Block] = []
+                    for _ in range(self.cluster):
+                        live += Block(self, places.pop(), started, together).warps
+                        started += 1
                 self._turn(live, draw)
                 if self.executed > self.options.limit:
                     raise PtxError(f"no end after {self.executed} instructions")
@@ -393,6 +436,7 @@ class Machine:
         try:
             if not warp.run(self.code.steps, steps):
                 live.remove(warp)
+                warp.block.leave(warp)
         except MachineError as error:
             raise PtxError(f"{warp.label}, {self.code.where(warp.pc)}: {error}") from error
         except Exception as error:

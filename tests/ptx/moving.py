@@ -21,7 +21,7 @@ from tests.ptx.arithmetic import (
     u4,
 )  # fmt: skip
 from tests.ptx.decode import Decoder, builder
-from tests.ptx.machine import Step, Warp
+from tests.ptx.machine import WINDOW, Step, Warp
 from tests.ptx.text import WIDTHS, Instruction, PtxError
 
 
@@ -60,6 +60,15 @@ def _to_generic(d: Decoder, i: Instruction) -> Step:
     if i.opcode[-2] not in ("param", "global", "shared"):
         raise PtxError("address space")
     return step(d, i.operands[0], _same, [d.operand(i.operands[1], 64)])
+
+
+@builder("mapa")
+def _map(d: Decoder, i: Instruction) -> Step:
+    """The address of the same place in another block of the cluster."""
+    if i.opcode[1:] != ("shared::cluster", "u32"):
+        raise PtxError("address space")
+    sources = [d.operand(text, 32) for text in i.operands[1:]]
+    return step(d, i.operands[0], lambda at, rank: (at % WINDOW + (rank + 1) * WINDOW).astype(u4), sources)
 
 
 @builder("selp")

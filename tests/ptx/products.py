@@ -158,11 +158,11 @@ def _product(d: Decoder, i: Instruction) -> Step:
         halves = [each if size == 2 else each[:, ::2] >> 1 for each in places if each is not None]
         both = np.concatenate([each.ravel() for each in halves])
         # A product may be issued on nothing and never looked at; its result is NaN.
-        return warp.block.watch.start_read(warp.index, both, "product", may_be_unwritten=True)
+        return warp.block.watch.start_read(warp.actor, both, "product", may_be_unwritten=True)
 
     def end(warp: Warp, stamp: Stamp | None) -> None:
         if stamp is not None:
-            warp.block.watch.learn_end(warp.index, stamp)
+            warp.block.watch.learn_end(warp.actor, stamp)
 
     def multiply(warp: Warp, keep: bool, places: tuple[Array | None, Array], sums: Sums) -> None:
         v, memory = warp.values, warp.block.shared.view(size)

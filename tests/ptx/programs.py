@@ -45,6 +45,7 @@ def run(
     number: int = 0,
     seed: int = 0,
     blocks: int = 1,
+    cluster: int = 1,
     tensor: TensorMap | None = None,
 ) -> Machine:
     """Runs a body on blocks with 1 KiB of shared memory; %rd3 is where each thread's number lies in ``out``.
@@ -59,6 +60,6 @@ def run(
         PARAM_BASE + 2 * PARAM_STEP: tensor,
     }
     code = Decoder(parse(_HEAD.format(threads=threads, body=body)))
-    machine = Machine(code, (blocks, 1, 1), params, memory, 1024, Options(seed=seed, limit=100_000))
+    machine = Machine(code, (blocks, 1, 1), params, memory, 1024, Options(seed=seed, limit=100_000), cluster)
     machine.run()
     return machine

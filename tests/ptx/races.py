@@ -12,14 +12,12 @@ from tests.ptx.text import PtxError
 
 
 class _Names(Names):
-    def __init__(self, where: Callable[[int], str]) -> None:
-        self.line = where  # type: ignore[method-assign]
+    def __init__(self, where: Callable[[int], str], who: Callable[[int], str], whose: str) -> None:
+        self.line, self.actor = where, who  # type: ignore[method-assign]
+        self._whose = whose
 
     def place(self, place: int) -> str:
-        return f"byte {2 * place} of shared memory"
-
-    def actor(self, actor: int) -> str:
-        return f"warp {actor}"
+        return f"byte {2 * place} of shared memory{self._whose}"
 
 
 class BlockWatch(Watch):
@@ -28,17 +26,21 @@ class BlockWatch(Watch):
     Args:
         base: Where shared memory starts.
         size: Its bytes.
-        warps: Warps of the block.
+        warps: Warps of the block, or of its cluster.
         where: What stands at a place in the program.
-        first: Warps of the blocks before it.
+        who: What to call a warp.
+        whose: What to say of the memory, behind its name.
+        first: Warps of the blocks or clusters before it.
         total: Those of all blocks.
+        mate: The watch of another block of its cluster.
     """
 
     def __init__(
-        self, base: int, size: int, warps: int, where: Callable[[int], str], first: int = 0, total: int = 0
-    ) -> None:
+        self, base: int, size: int, warps: int, where: Callable[[int], str], who: Callable[[int], str], whose: str,
+        first: int, total: int, mate: BlockWatch | None,
+    ) -> None:  # fmt: skip
         self._base, self._size = base, -(-size // 2) * 2
-        super().__init__(self._size // 2, warps, _Names(where), first, total)
+        super().__init__(self._size // 2, warps, _Names(where, who, whose), first, total, mate)
 
     def places(self, at: Array, size: int) -> Array:
         """Pairs of bytes from addresses on, in one row."""

@@ -394,3 +394,76 @@ def test_warps_may_write_neighbouring_bytes() -> None:
     out = torch.zeros(64, dtype=torch.int32)
     run(body, out, threads=64)
     assert out.tolist() == [i ^ 32 for i in range(64)]
+
+
+# Each of two blocks copies its numbers to the other, and arrives there.
+_PAIR = """
+ mov.u32 %r2, global_smem; mov.u32 %r3, %cluster_ctarank; xor.b32 %r4, %r3, 1; setp.eq.s32 %p1, %r1, 0;
+ shl.b32 %r5, %r1, 2; add.s32 %r5, %r5, %r2; mad.lo.s32 %r6, %r3, 100, %r1; st.shared.b32 [%r5], %r6;
+ @%p1 mbarrier.init.shared::cta.b64 [%r2+512], 2;
+ {fence} bar.sync 0, 32; {start}
+ add.s32 %r7, %r2, 128; mapa.shared::cluster.u32 %r7, %r7, %r4;
+ add.s32 %r8, %r2, 512; mapa.shared::cluster.u32 %r8, %r8, %r4;
+ @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2+512], 128;
+ @%p1 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r7], [%r2], 128, [%r8];
+ {arrive}
+ WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2+512], 0; @!%p2 bra WAIT;
+ ld.shared.b32 %r9, [%r5+128]; {end}
+ mul.wide.u32 %rd4, %r3, 128; add.s64 %rd3, %rd3, %rd4; st.global.b32 [%rd3], %r9;"""
+_SYNC = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+_RIGHT = {
+    "fence": "fence.proxy.async.shared::cta;",
+    "start": _SYNC,
+    "arrive": "@%p1 mbarrier.arrive.shared::cluster.b64 _, [%r8];",
+    "end": _SYNC,
+}
+
+
+def _pair(seed: int, **other: str) -> torch.Tensor:
+    out = torch.full((2, 32), -1, dtype=torch.int32)
+    run(_PAIR.format(**_RIGHT | other), out, blocks=2, cluster=2, seed=seed)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_of_a_cluster_reach_each_other(seed: int) -> None:
+    assert torch.equal(_pair(seed), torch.stack([LANES + 100, LANES]))
+    for name, other, message in (
+        ("fence", "", "a copy of warp 0 of block .* without a proxy fence"),
+        ("start", "", "race|nobody wrote|no mbarrier"),
+        ("start", "barrier.cluster.arrive.release.aligned;", "race|nobody wrote|no mbarrier"),
+        ("arrive", "", "deadlock"),
+        ("end", "", "race: .* which .* may still have to read|has ended"),
+    ):
+        with pytest.raises(PtxError, match=message):
+            _pair(seed, **{name: other})
+
+
+# Each of two blocks loads four of eight rows into both; a number of either half is stored as their sum.
+_BOTH = """
+ mov.b32 %r2, global_smem; mov.b64 %rd5, test_param_2; cvta.param.u64 %rd6, %rd5; mov.u32 %r3, %cluster_ctarank;
+ setp.eq.s32 %p1, %r1, 0; @%p1 mbarrier.init.shared::cta.b64 [%r2+512], 1; bar.sync 0, 32; {sync}
+ @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2+512], 256;
+ shl.b32 %r4, %r3, 7; add.s32 %r4, %r4, %r2; shl.b32 %r5, %r3, 2; mov.b32 %r6, 0; mov.b16 %rs1, {mask};
+ @%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
+   [%r4], [%rd6, {{%r6, %r5}}], [%r2+512], %rs1;
+ WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2+512], 0; @!%p2 bra WAIT;
+ shl.b32 %r5, %r1, 2; add.s32 %r5, %r5, %r2; ld.shared.b32 %r8, [%r5]; ld.shared.b32 %r9, [%r5+128];
+ add.s32 %r9, %r8, %r9; {sync}
+ mul.wide.u32 %rd4, %r3, 128; add.s64 %rd3, %rd3, %rd4; st.global.b32 [%rd3+256], %r9;"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_box_arrives_at_all_blocks_of_the_mask(seed: int) -> None:
+    def loaded(mask: int, sync: str = _SYNC) -> torch.Tensor:
+        out = torch.arange(128, dtype=torch.int32)
+        tensor = TensorMap(out.data_ptr(), 4, (8, 8), (32, 4), (4, 8), 0)
+        run(_BOTH.format(mask=mask, sync=sync), out, blocks=2, cluster=2, seed=seed, tensor=tensor)
+        return out[64:]
+
+    assert torch.equal(loaded(3), (2 * LANES + 32).repeat(2))
+    for mask in (1, 2):
+        with pytest.raises(PtxError, match="deadlock"):
+            loaded(mask)
+    with pytest.raises(PtxError, match="race|nobody wrote|no mbarrier|has ended"):
+        loaded(3, "")

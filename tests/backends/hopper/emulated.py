@@ -19,7 +19,7 @@ from flashtile.backends.gpu.device import dropout
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.hopper import BACKEND, tensor_maps
 from flashtile.backends.hopper.backward import config as backward_config
-from flashtile.backends.hopper.device import inline_ptx
+from flashtile.backends.hopper.device import cluster, inline_ptx
 from flashtile.backends.hopper.device.gluon_compat import tma_add
 from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch
@@ -74,7 +74,7 @@ def keep_by_bits(t: Any, numbers: Any, count: int, fill: str) -> Any:
 
 
 # What the inline PTX means, and the name that only the newest Triton has.
-REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+REPLACEMENTS: dict[Any, Callable[..., Any] | str] = {
     inline_ptx.compute_before_wait: lambda x: x,
     inline_ptx.select_at_least: lambda x, words, limit, fill: select(
         (words & WORD) >= (value_of(limit).to(tl.int64) & WORD), x, fill
@@ -92,12 +92,19 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     # Ping-pong barriers decide who is first, not what comes out.
     inline_ptx.pingpong_wait: lambda x, group, strict=False: x,
     inline_ptx.pingpong_arrive: lambda x, group, strict=False: x,
-    tma_add: emulator.reduce_out,
+    tma_add: "reduce_out",
     inline_ptx.from_e4m3: lambda x: x.to(tl.float32),
     inline_ptx.packed: lambda e: e,
     inline_ptx.packed_operand: lambda e, width: in_order(e.to(tl.float8e4nv)),
     inline_ptx.plus: lambda acc, factor, t: acc * factor[:, None] + t,
     inline_ptx.in_place: lambda x: x,
+    cluster.cluster_sync: "cluster_sync",
+    cluster.fill_with_addresses: lambda: None,
+    cluster.address_of: "address_of",
+    cluster.barrier_address: "address_of",
+    cluster.arrive_at_other: "arrive_at_other",
+    cluster.copy_to_other: "copy_to_other",
+    cluster.multicast_box: "multicast_box",
 }
 
 # Runs a kernel: (kernel, programs, arguments by name, compiler options).
@@ -159,7 +166,7 @@ def on_cpu(
         in_order = [launch.arguments[name] for name in launch.kernel.arg_names]
         emulator.launch(
             launch.kernel, (launch.programs,), in_order, replacements=REPLACEMENTS, seed=seed,
-            ordered_sums=ordered_sums,
+            ordered_sums=ordered_sums, cluster=launch.cluster,
         )  # fmt: skip
 
     with with_kernels(run, num_sms, forward, backward):

@@ -291,7 +291,7 @@ def test_a_warpgroup_without_rows_computes_the_first_block_alone() -> None:
     products, real = Counter[int](), Language.product
 
     def product(self: Language, *args: Any, **rest: Any) -> Any:
-        products[self.task.partition] += 1
+        products[self.task.actor] += 1
         return real(self, *args, **rest)
 
     with mock.patch.object(Language, "product", product), on_cpu(num_sms=1):

@@ -194,6 +194,14 @@ def copy(stream: int, to: int, source: int, size: int) -> None:
     check(library().cuMemcpyAsync(to, source, size, stream), "cuMemcpyAsync")
 
 
+@functools.cache
+def _cluster_attribute(size: int) -> tuple[memoryview, int]:
+    """A CUlaunchAttribute, clusters of ``size`` programs, and its address."""
+    memory, at = _aligned_memory(128)
+    struct.pack_into("<I4xIII", memory, 0, 4, size, 1, 1)
+    return memory, at
+
+
 class BlockLayout:
     """The layout of the memory block that a launch passes to the driver.
 
@@ -224,9 +232,10 @@ class BlockLayout:
                 end += SIZES[code]
         self._content = struct.Struct(f"{packing}{-end % 8}x")
 
-    def content(self, programs: int, values: Sequence[Any]) -> bytes:
+    def content(self, programs: int, values: Sequence[Any], cluster: int = 1) -> bytes:
         """A launch's content: these parameters, tensor maps as bytes; addresses are still to be written."""
-        return self._content.pack(programs, 1, 1, self._threads, 1, 1, self._shared_bytes, 0, 0, 0, *values)
+        attributes = (0, 0) if cluster == 1 else (_cluster_attribute(cluster)[1], 1)
+        return self._content.pack(programs, 1, 1, self._threads, 1, 1, self._shared_bytes, 0, *attributes, *values)
 
     def block(self) -> ArgBlock:
         """A new block, without content."""

@@ -72,6 +72,8 @@ class Launcher:
         self._build = build.find_build(launch, self.device, key)
         if is_direct and self._build.layout is not None:
             self._lay_out(leaves, self._build.layout, sources)
+        elif launch.cluster > 1:
+            raise RuntimeError(f"Triton's launcher starts no clusters, as {self.kernel.__name__} needs them")
 
     def _lay_out(self, leaves: list[Any], layout: driver.BlockLayout, sources: Mapping[str, str]) -> None:
         """Makes the content of blocks, and what writes the operands into them."""
@@ -93,7 +95,7 @@ class Launcher:
             else:
                 values += (driver.tensor_map(TYPES[value.dtype], value.shape, value.strides, *about_map),)
                 values += (*value.shape, *value.strides)
-        self._content = layout.content(self.programs, (*values, 0, 0))
+        self._content = layout.content(self.programs, (*values, 0, 0), self._launch.cluster)
         self._offsets, self._write = offsets, _writer(tuple(addresses), tuple(numbers))
         self._spare, self._function = layout.spare, self._build.function
         self._start = driver.library().cuLaunchKernelEx

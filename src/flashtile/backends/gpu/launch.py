@@ -140,12 +140,14 @@ class Launch(NamedTuple):
         arguments: By name, trees with leaves ``Pointer`` or ``TensorMap``, numbers, constants, and None for what is
             absent.
         options: The compiler's: warps, stages, registers.
+        cluster: Programs that start together and reach each other's shared memory; the build does not depend on it.
     """
 
     kernel: Any
     programs: int
     arguments: Mapping[str, Any]
     options: Mapping[str, int]
+    cluster: int = 1
 
 
 # What a leaf's field says of it.
@@ -178,6 +180,18 @@ def lower(launch: Launch) -> tuple[tuple[Any, ...], list[Any]]:
     arguments = launch.arguments
     _lower([arguments[name] for name in names], *_sorted(rules), key, leaves)
     return tuple(key), leaves
+
+
+def parameter_of_map(launch: Launch, operand: str) -> int:
+    """The number, among the parameters of the compiled kernel, of the tensor map of an operand."""
+    place = 0
+    for leaf in lower(launch)[1]:
+        if isinstance(leaf, TensorMap):
+            if leaf.operand == operand:
+                return place
+            place += 2 * len(leaf.shape)  # its lengths and strides
+        place += 1
+    raise LookupError(f"{launch.kernel.__name__} has no map of {operand}")
 
 
 @functools.cache
