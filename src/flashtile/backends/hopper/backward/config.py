@@ -24,6 +24,31 @@ def box_cols(width: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairTiles:
+    """What two programs of a cluster have that share a pass over the rows: ``pairs``.
+
+    Attributes:
+        held: Columns of values that the second warpgroup holds in registers, for want of shared memory; 0 or 64.
+        dq_tma: As in ``BackwardTiles``.
+        registers: What setmaxnreg gives a thread of the second warpgroup; the first has what the others leave.
+        dq_registers: The same for the third, which adds dq.
+    """
+
+    held: int = 0
+    dq_tma: bool = False
+    registers: int
+    dq_registers: int
+
+    def shared_bytes(self, block_d: int) -> int:
+        """Shared memory of the tiles, and 2 KiB for barriers, the tile's record and what the compiler needs."""
+        half = block_d // 2
+        blocks = half // PART_KEYS if half % PART_KEYS == 0 else 2 * (half // PART_KEYS + 1)
+        keys = PART_KEYS * (2 * block_d - self.held + blocks * PART_KEYS)
+        rows = 2 * PART_KEYS * 2 * block_d
+        return 2 * (keys + rows + 3 * PART_KEYS * PART_KEYS) + 4 * self.dq_tma * PART_KEYS * half + 2048
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackwardTiles:
     """One configuration of the backward.
 
@@ -46,6 +71,7 @@ class BackwardTiles:
             always added from registers.
         registers: What setmaxnreg gives a computing thread.
         dq_registers: The same for a third warpgroup, which computes dq; 0: there is none, and the two compute dq.
+        pairs: What pairs of programs have in place of this, each program as ``by_gradient`` says; None: there are none.
     """
 
     block_d: int
@@ -60,6 +86,7 @@ class BackwardTiles:
     dq_tma: bool = False
     registers: int = 240
     dq_registers: int = 0
+    pairs: PairTiles | None = None
 
     def __post_init__(self) -> None:
         if self.block_m not in (64, 128):
@@ -77,6 +104,8 @@ class BackwardTiles:
             raise ValueError(f"more registers than there are: {self}")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"more shared memory than there is, {self.shared_bytes} bytes: {self}")
+        if self.pairs is not None and self.pairs.shared_bytes(self.block_d) > SHARED_BYTES:
+            raise ValueError(f"pairs of programs need more shared memory than there is: {self}")
 
     @property
     def block_n(self) -> int:
@@ -107,7 +136,8 @@ class BackwardTiles:
 
     def __str__(self) -> str:
         dims = f"{self.block_d}" if self.block_d == self.block_dv else f"{self.block_d} and {self.block_dv}"
-        return f"tiles {self.block_m} x {self.block_n}, head_dim {dims}, {self.stages} stages"
+        programs = "" if self.pairs is None else " by each of a pair of programs"
+        return f"tiles {self.block_m} x {self.block_n}{programs}, head_dim {dims}, {self.stages} stages"
 
 
 # 128 queries: a left operand read from shared memory then serves 128 columns and not 64.
@@ -128,6 +158,10 @@ BASE_192_128 = replace(BASE_160, block_d=192, block_dv=128)
 # without a mask.
 KEYS_192_128 = BackwardTiles(block_d=192, block_dv=128, k_stages=1, dq_width=32)
 BASE_256 = replace(BASE_192, block_d=256, block_dv=256, k_stages=1, registers=208)
+# From this length on, rows of a tile outweigh what the start of a pair takes.
+PAIRS_192 = replace(BASE_192, pairs=PairTiles(dq_tma=True, registers=184, dq_registers=120))
+PAIRS_256 = replace(BASE_256, pairs=PairTiles(held=64, registers=216, dq_registers=64))
+LONG = 8192
 # Bias and mask take registers in the first warpgroup, which has what the others leave.
 SCORES_256 = replace(BASE_256, registers=192)
 THREE_STAGES_128 = replace(BASE_128, stages=3, k_stages=1)
@@ -140,7 +174,8 @@ SHORT = 1024
 
 def in_chain(config: BackwardTiles) -> BackwardTiles:
     """The configuration of a chain's calls in its place, which take less time with it."""
-    return {BY_TMA_96: BASE_96, BY_TMA_128: THREE_STAGES_128}.get(config, config)
+    of_one = {BY_TMA_96: BASE_96, BY_TMA_128: THREE_STAGES_128, PAIRS_192: BASE_192, PAIRS_256: BASE_256}
+    return of_one.get(config, config)
 
 
 def choose(problem: Problem) -> BackwardTiles:
@@ -162,7 +197,10 @@ def choose(problem: Problem) -> BackwardTiles:
         takes_more = problem.softcap > 0 or reads_score_tensors or problem.alibi or has_functions
         return BASE_192_128 if takes_more or (problem.deterministic and problem.band.unbounded) else KEYS_192_128
     if width > 128:
-        wide = SCORES_256 if reads_score_tensors or has_functions else BASE_256
+        takes_more = reads_score_tensors or has_functions
+        if width != 160 and not takes_more and _in_pairs(problem):
+            return PAIRS_192 if width == 192 else PAIRS_256
+        wide = SCORES_256 if takes_more else BASE_256
         return BASE_160 if width == 160 else BASE_192 if width == 192 else wide
     if reads_score_tensors or (width == 96 and two_sided) or (problem.softcap > 0 and problem.dropout_p > 0):
         return BY_GRADIENT_128
@@ -173,3 +211,16 @@ def choose(problem: Problem) -> BackwardTiles:
     if problem.deterministic or (problem.band.right is None and not (problem.varlen or problem.has_bits)):
         return THREE_STAGES_128
     return BY_TMA_128
+
+
+def _in_pairs(problem: Problem) -> bool:
+    """Whether pairs of programs have all that a call of 192 or 256 columns needs, and take less time.
+
+    Heads of queries are not split among tiles of pairs, so calls of few key heads are not for them.
+    """
+    p = problem
+    others = p.varlen or p.listed or p.intervals or p.deterministic or p.band.left is not None or p.band.chunk
+    others = others or p.dropout_p > 0
+    wanted = p.grads.q and p.grads.k and p.grads.v and p.grad_dtype == p.dtype
+    has_heads = p.group_size == 1 or p.num_heads_kv >= 4
+    return bool(wanted and has_heads and not others and min(p.seqlen_q, p.seqlen_k) >= LONG)

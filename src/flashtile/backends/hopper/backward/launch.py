@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu import build
 from flashtile.backends.gpu.device.records import LOG2_E, Call, Heads, Rows, Sequences
-from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, pointer
+from flashtile.backends.gpu.launch import Const, Launch, Pointer, TensorMap, parameter_of_map, pointer
 from flashtile.backends.gpu.masks import Masks, Side, bounds_launch, masks_of, most_bounds
 from flashtile.backends.gpu.named import device_code
 from flashtile.backends.gpu.plan import (
@@ -32,7 +33,7 @@ from flashtile.backends.hopper.backward.config import BackwardTiles
 from flashtile.backends.hopper.backward.records import BackwardSchedule, MainTiles, SavedResults, Splits, Sums, Work
 from flashtile.backends.hopper.backward.workspace import Workspace, key_blocks
 from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Mods
-from flashtile.backends.hopper.forward.config import by_bits, has_slope
+from flashtile.backends.hopper.forward.config import by_bits, has_slope, narrowest
 from flashtile.backends.hopper.records import mods_of
 from flashtile.backends.portable import repair
 from flashtile.call import backend as base
@@ -40,6 +41,7 @@ from flashtile.call.backend import Chain, Gradients
 from flashtile.call.problem import Problem, Tensors
 
 attention_backward = device_code("flashtile.backends.hopper.backward.kernel").attention_backward
+attention_backward_pairs = device_code("flashtile.backends.hopper.backward.pairs").attention_backward_pairs
 _rows_code = device_code("flashtile.backends.hopper.backward.rows")
 finish_gradient = _rows_code.finish_gradient
 prepare_rows = _rows_code.prepare_rows
@@ -206,7 +208,9 @@ def launches(
         made["interval_bounds"] = bounds_launch(problem, tensors, _OF_KEYS)
     made["prepare_rows"] = preprocess_launch(problem, tensors, dout, dlse, config, work, adds)
     if wanted.q or wanted.k or wanted.v:
-        made["attention_backward"] = _main_launch(problem, tensors, dout, config, work, adds)
+        in_pairs = config.pairs is not None and not adds and _has_clusters(tensors)
+        main = _pairs_launch if in_pairs else _main_launch
+        made["attention_backward"] = main(problem, tensors, dout, config, work, adds)
     for name in ("dq", "dk", "dv"):
         finish = _finish_launch(problem, tensors, config, work, name, adds)
         if finish is not None:
@@ -318,6 +322,38 @@ def _main_launch(
     return Launch(attention_backward, min(num_sms, blocks * heads), {"grid": grid}, options)
 
 
+def _has_clusters(tensors: Tensors) -> bool:
+    """Whether launches may be of clusters: Triton's own launcher has none."""
+    return tensors.q.device.type != "cuda" or build.is_direct()
+
+
+def _pairs_launch(
+    problem: Problem, tensors: Tensors, dout: Tensor, config: BackwardTiles, work: Workspace, adds: bool
+) -> Launch:
+    """The launch of ``pairs.attention_backward_pairs``, two programs for 128 keys, which adds to no dk and dv."""
+    p, own, keys = problem, config.pairs, 2 * configs.PART_KEYS
+    assert own is not None and not adds
+    grid = _main_launch(p, tensors, dout, config, work, adds).arguments["grid"]
+
+    def boxes(name: str, tensor: Tensor) -> Rows:
+        return rows_of(name, tensor, (configs.PART_KEYS, configs.PART_KEYS), config.block_d, p.varlen)
+
+    lines = None
+    if own.dq_tma:
+        lines = tensor_maps.floats_map(work.rows_at // 512, 128, narrowest(config.block_d // 2) // 2)
+    grid = grid._replace(
+        call=grid.call._replace(q=boxes("q", tensors.q), k=boxes("k", tensors.k), v=boxes("v", tensors.v)),
+        gradients=grid.gradients._replace(dout=boxes("dout", dout)),
+        work=grid.work._replace(dq_desc=lines),
+        tiles=grid.tiles._replace(KEYS=keys, REGISTERS=own.registers, DQ_REGISTERS=own.dq_registers, HELD=own.held),
+    )
+    programs = 2 * -(-tensors.k.shape[-3] // keys) * p.batch * p.num_heads_kv
+    options = {"num_warps": 4, "maxnreg": config.max_registers}
+    launch = Launch(attention_backward_pairs, programs, {"grid": grid, "Q_MAP": 0, "DOUT_MAP": 0}, options, cluster=2)
+    maps = {"Q_MAP": parameter_of_map(launch, "q"), "DOUT_MAP": parameter_of_map(launch, "dout")}
+    return launch._replace(arguments={**launch.arguments, **maps})
+
+
 def _call(problem: Problem, t: Tensors, config: BackwardTiles) -> Call:
     p, keys = problem, configs.PART_KEYS
     cols, cols_v = configs.box_cols(config.block_d), configs.box_cols(config.block_dv)
@@ -409,7 +445,7 @@ def _tiles(config: BackwardTiles) -> MainTiles:
     share = c.block_d if c.block_m == 128 or has_third else c.block_d // 2
     return MainTiles(
         c.block_m, c.block_n, c.block_n // configs.PART_KEYS, c.stages, c.k_stages, c.v_stages, c.ds_stages,
-        1 if has_third else 2, share, c.dq_width, c.registers, c.dq_registers,
+        1 if has_third else 2, share, c.dq_width, c.registers, c.dq_registers, 0,
     )  # fmt: skip
 
 

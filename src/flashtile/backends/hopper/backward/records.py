@@ -98,6 +98,7 @@ class MainTiles(NamedTuple):
         PARTS: Parts of 64 keys each in a tile.
         DQ_WARPGROUPS: How many compute dq.
         DQ_SHARE: Columns of 64 rows of a row block's dq that each of them has.
+        HELD: Columns of values that a warpgroup of ``pairs`` holds in registers.
     """
 
     BLOCK_M: Any
@@ -112,6 +113,7 @@ class MainTiles(NamedTuple):
     DQ_WIDTH: Any
     REGISTERS: Any
     DQ_REGISTERS: Any
+    HELD: Any
 
 
 class KeyGrid(NamedTuple):

@@ -123,6 +123,12 @@ def next_tile(grid):
     while not (is_tile | is_end):
         index = gl.atomic_add(grid.work.counter, 1, sem="relaxed")
         block, b, head, is_tile, is_end = _place(index, grid)
+    return tile_at(block, b, head, is_end, grid)
+
+
+@gluon.jit
+def tile_at(block, b, head, is_end, grid):
+    """The ``KeyTile`` of a block of keys."""
     start_q, seqlen_q = sequence_of(grid.call.queries, b, grid)
     start_k, seqlen_k = sequence_of(grid.call.keys, b, grid)
     if grid.call.q.PACKED:
@@ -140,6 +146,18 @@ def next_tile(grid):
         m_min, _, _, m_max = masks.narrowed(m_min, m_min, m_max, m_max, inner, grid.tiles.BLOCK_M)
     start_q, start_k = gl.to_tensor(start_q), gl.to_tensor(start_k)
     return KeyTile(is_end, b, head, key, start_q, seqlen_q, start_k, seqlen_k, m_min, m_max, m_partial_max, bits)
+
+
+@gluon.jit
+def pair_tile(rank, grid):
+    """The tile of a program of a pair: 64 keys of its own, and the row blocks that see any of both programs' keys."""
+    block, b, head, _, is_end = _place(gl.program_id(0) // 2, grid)
+    t = tile_at(block, b, head, is_end, grid)
+    key = t.key + rank * (grid.tiles.KEYS // 2)
+    return KeyTile(
+        is_end, t.b, t.head, key, t.start_q, t.seqlen_q, t.start_k, t.seqlen_k, t.m_min, t.m_max, t.m_partial_max,
+        t.bits,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -225,7 +243,7 @@ RECORD_SIZE = gl.constexpr(16)
 def publish_tile(records, use, tile, grid):
     """Writes a tile's record; each thread writes one number."""
     records.ring.claim(use)
-    slot = gl.arange(0, RECORD_SIZE, gl.BlockedLayout([1], [32], [1], [0]))
+    slot = gl.arange(0, RECORD_SIZE, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     record = gl.where(slot == slot_of(FIELDS, "m_min"), tile.m_min, gl.where(tile.is_end, 0, 1))
     record = gl.where(slot == slot_of(FIELDS, "m_max"), tile.m_max, record)
     record = gl.where(slot == slot_of(FIELDS, "key"), tile.key, record)

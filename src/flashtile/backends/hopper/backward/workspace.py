@@ -117,7 +117,7 @@ def gqa_splits(problem: Problem, config: BackwardTiles, rows_k: int) -> int:
         rows_k: Keys of a sequence, or of all packed ones together.
     """
     p = problem
-    if p.group_size == 1 or not (p.grads.k or p.grads.v):
+    if p.group_size == 1 or not (p.grads.k or p.grads.v) or config.pairs is not None:
         return 1
     sequences = max(1, -(-rows_k // max(p.seqlen_k, 1))) if p.varlen else p.batch
     heads = sequences * p.num_heads_kv
