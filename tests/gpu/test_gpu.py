@@ -50,8 +50,9 @@ LARGE = (
     Case("varlen_large_96", batch=3, lengths=((1100, 700), (0, 300), (1025, 1100)), heads=4, kv_heads=2, head_dim=96,
          causal=True),
     # So long that pairs of programs share the rows of the backward.
-    Case("large_pairs_256", batch=1, seqlen_q=8200, seqlen_k=8333, heads=2, head_dim=256, causal=True, lse_grad=True),
-    Case("large_pairs_192", batch=1, seqlen_q=8192, seqlen_k=8250, heads=8, kv_heads=4, head_dim=184),
+    Case("large_pairs_256", batch=1, seqlen_q=8200, seqlen_k=8333, heads=1, kv_heads=1, head_dim=256, causal=True,
+         lse_grad=True),
+    Case("large_pairs_192", batch=1, seqlen_q=8192, seqlen_k=8250, heads=1, kv_heads=1, head_dim=184),
     Case("large_dims_192_128", seqlen_q=512, seqlen_k=512, head_dim=192, head_dim_v=128, causal=True),
     Case("large_512", seqlen_q=777, seqlen_k=1000, heads=4, kv_heads=2, head_dim=512, causal=True),
     Case("large_512_packed", lengths=((300, 500), (900, 64), (1, 700)), kv_heads=1, head_dim=320, window=(200, 30)),
