@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from tests import emulator
-from tests.emulator.language import Language
+from tests.emulator.cluster import ClusterLanguage
 from tests.emulator.machine import Machine, Operation
 from tests.emulator.values import Value, value_of
 
@@ -29,10 +29,10 @@ class Recorder:
         self.lines: dict[tuple[tuple[str, str, int], ...], int] = {}
         self._kept: list[Any] = []
 
-    def note(self, language: Language, op: str, a: int = 0, b: int = 0, start: int | None = None) -> list[int]:
+    def note(self, language: ClusterLanguage, op: str, a: int = 0, b: int = 0, start: int | None = None) -> list[int]:
         """Adds an event of the running role: [role, op, line, a, b, first turn, last turn]."""
         self.turn += 1
-        role = language.task.partition
+        role = language.task.actor
         self.roles[role] = language.task.name.partition(" ")[0]
         first = self.turn if start is None else start
         self.events.append([role, OPS.index(op), self._line(), int(a), int(b), first, self.turn])
@@ -82,7 +82,7 @@ class Recorder:
         }
 
 
-class RecordingLanguage(Language):
+class RecordingLanguage(ClusterLanguage):
     """The emulator's language, each operation noted."""
 
     recorder: Recorder
@@ -149,10 +149,10 @@ def recording() -> Iterator[Recorder]:
     """Within, the emulator's runs are noted."""
     recorder = Recorder()
 
-    def language(machine: Machine, num_programs: tuple[int, ...]) -> Language:
+    def language(machine: Machine, num_programs: tuple[int, ...]) -> ClusterLanguage:
         made = RecordingLanguage(machine, num_programs)
         made.recorder = recorder
         return made
 
-    with mock.patch.object(emulator, "Language", language):
+    with mock.patch.object(emulator, "ClusterLanguage", language):
         yield recorder
