@@ -272,13 +272,6 @@ def test_jit_trace_is_refused() -> None:
             torch.jit.trace(lambda x: flashtile.attention(x, x, x), x)
 
 
-def test_a_second_derivative_is_refused() -> None:
-    q = torch.randn(1, 3, 1, 4, requires_grad=True)
-    (grad,) = torch.autograd.grad(flashtile.attention(q, q, q).sum(), q, create_graph=True)
-    with pytest.raises(UnsupportedError, match="second derivative"):
-        grad.sum().backward()
-
-
 COUNTED = """
 import torch
 if {first}: import torch.utils.flop_counter

@@ -57,6 +57,11 @@ def test_functions_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert last < 0.5 * first and float(re.search(r"differ by (\S+)", out)[1]) < 1e-4
 
 
+def test_an_energy_is_trained_by_its_forces(capsys: pytest.CaptureFixture[str]) -> None:
+    out = _printed("10_forces.py", capsys)
+    assert float(re.search(r"fell to (\S+) of", out)[1]) < 0.7
+
+
 @pytest.mark.long
 def test_training_example_learns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["05", "--steps", "50", "--seqlen", "32", "--batch", "4"])

@@ -60,9 +60,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """PyTorch's function of this name, run by flashtile where it can; the arguments, results and errors are PyTorch's.
 
-    Three results differ where PyTorch leaves them open: a row with all keys masked is 0 and has gradients 0, dropout
-        draws
-    other numbers, and there is no second derivative.
+    Two results differ where PyTorch leaves them open: a row with all keys masked is 0 and has gradients 0, and dropout
+    draws other numbers. There are second derivatives.
     """
     found: Tensor | str = "sdpa_kernel or torch.backends.cuda turned some of PyTorch's kernels off"
     if _all_kernels_allowed():

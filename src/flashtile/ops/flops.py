@@ -56,6 +56,13 @@ def jvp_flops(given: dict[str, Any]) -> int:
     return 2 * kept_pairs(given) * ((1 + dq + dk) * given["q"][-1] + over_v * given["v"][-1])
 
 
+def second_flops(given: dict[str, Any]) -> int:
+    """Twice the scores, their tangents and the products with dout; then the tangent of out and the gradients."""
+    q, k, v = (given[name] is not None for name in ("ddq", "ddk", "ddv"))
+    over_q = 2 * (1 + q + k) + 2 + q + k
+    return 2 * kept_pairs(given) * (over_q * given["q"][-1] + (2 * (1 + v) + 1 + v + 1) * given["v"][-1])
+
+
 def register() -> None:
     """Registers the formulas where they are missing: for new counters, and with those that count now."""
     counter = sys.modules.get("torch.utils.flop_counter")

@@ -93,6 +93,10 @@ class Operator:
         """Values of its arguments by name."""
         return dict(zip(self.arguments, values, strict=True))
 
+    def named_results(self, values: Iterable[Any]) -> dict[str, Any]:
+        """Its results by name."""
+        return dict(zip(self.results, values, strict=True))
+
 
 OPERATORS: list[Operator] = []
 

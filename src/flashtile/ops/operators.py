@@ -229,6 +229,20 @@ def _jvp_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return out.new_empty(out.shape), lse.new_empty(lse.shape[: out.dim() - 1])
 
 
+def _second(*args: Any) -> tuple[Tensor, ...]:
+    from flashtile.backends.cpu import second  # what few programs need is not loaded by all
+
+    tensors, options = REGULAR.unflatten(args[9:])
+    found = second.second(args[:5], *args[5:9], tensors, options)
+    return tuple(args[7].new_empty(0) if x is None else x for x in found)
+
+
+def _second_fake(*args: Any) -> tuple[Tensor, ...]:
+    tensors, _ = REGULAR.unflatten(args[9:])
+    dout, dlse, out, _ = args[5:9]
+    return tuple(out.new_empty(0) if x is None else x.new_empty(x.shape) for x in (*differentiable(tensors), dout, dlse))
+
+
 class _Attention(torch.autograd.Function):
     """Equivalent to the operators under autograd (``transforms``), but without the dispatcher."""
 
@@ -283,6 +297,18 @@ JVP = REGULAR.define(
     leading={**dict.fromkeys(GRADIENTS.values(), "Tensor?"), "out": "Tensor", "lse": "Tensor"},
     results=("dout", "dlse"),
     flops=flops.jvp_flops,
+    has_derivative=True,
+)
+
+# The gradients of the backward's results: directions are what arrives for them.
+SECOND = REGULAR.define(
+    "attention_second",
+    _second,
+    _second_fake,
+    leading={f"d{name}": "Tensor?" for name in GRADIENTS.values()}
+    | {"dout": "Tensor", "dlse": "Tensor?", "out": "Tensor", "lse": "Tensor"},
+    results=("q", "k", "v", "attn_bias", "sinks", "dout", "dlse"),
+    flops=flops.second_flops,
     has_derivative=True,
 )
 

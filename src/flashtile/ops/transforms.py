@@ -6,6 +6,7 @@ each level of ``torch.func`` runs them once, on its own wrappers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +22,18 @@ from flashtile.call.arguments import (
     Tensors,
     grads_of,
 )
+from flashtile.call.problem import Problem
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.core.states import in_one
 from flashtile.ops import operation
 from flashtile.ops import operators as ops
 from flashtile.ops.operation import LIBRARY, Operator
 
-_SECOND = "attention has no second derivative: its {} cannot be differentiated"
+_NONE = "attention has no {} derivative: its {} cannot be differentiated"
+
+
+def _none(what: str) -> str:
+    return _NONE.format("third" if what.startswith("second") else "second", what)
 
 
 class _Below:
@@ -70,14 +76,14 @@ class _Underivable(torch.autograd.Function):
     """An operator that is a derivative itself; differentiating it raises."""
 
     @staticmethod
-    def forward(ctx: Any, below: _Below, what: str, *args: Any) -> Any:
+    def forward(ctx: Any, below: Callable[..., Any], what: str, *args: Any) -> Any:
         ctx.what, ctx.likes = what, [(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in args]
         return below(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
-            raise UnsupportedError(_SECOND.format(ctx.what))
+            raise UnsupportedError(_none(ctx.what))
         # AOTAutograd traces the backward of all outputs, also of those that are detached: their gradients will be 0.
         zero = torch.ops.flashtile.no_derivative(grads, ctx.what)
         wanted = zip(ctx.likes, ctx.needs_input_grad[2:], strict=True)
@@ -88,16 +94,66 @@ class _Underivable(torch.autograd.Function):
         )
 
 
+class _Twice(torch.autograd.Function):
+    """The backward or the forward-mode operator with gradients of its results, which have none."""
+
+    @staticmethod
+    def forward(ctx: Any, below: _Below, gradients: Any, *args: Any) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in args))
+        ctx.gradients, ctx.others = gradients, [None if isinstance(x, Tensor) else x for x in args]
+        ctx.set_materialize_grads(False)
+        return below(*args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        args = [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        names, found = ctx.gradients(grads, args)
+        wanted = zip(names, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(found.get(name) if is_wanted else None for name, is_wanted in wanted)
+
+
+def _of_backward(grads: Sequence[Tensor | None], args: list[Any]) -> tuple[Iterable[str], dict[str, Tensor]]:
+    """The gradients of the backward's arguments, by name."""
+    given = ops.BACKWARD.named(args)
+    return given, ops.SECOND.named_results(ops.SECOND.overload(*_directions(grads, given), *args))
+
+
+def _of_jvp(grads: Sequence[Tensor | None], args: list[Any]) -> tuple[Iterable[str], dict[str, Tensor]]:
+    """The same of the forward-mode operator: of its tangents those are the first derivatives."""
+    given, count = ops.JVP.named(args), len(GRADIENTS)
+    dout, dlse = grads
+    dout = torch.zeros_like(given["out"]) if dout is None else dout
+    others = dout, dlse, given["out"], given["lse"]
+    found = ops.SECOND.named_results(ops.SECOND.overload(*args[:count], *others, *args[count + 2 :]))
+    t, options = ops.REGULAR.unflatten(args[count + 2 :])
+    options = options._replace(grads=grads_of("grads", [x is not None for x in ops.leaves_of(t)]))
+    first = ops.watched_gradients(options, t, given["out"], given["lse"], dout, dlse)
+    return given, {name: found[name] for name in GRADIENTS} | dict(zip(GRADIENTS.values(), first, strict=False))
+
+
+def _directions(grads: Sequence[Tensor | None], given: dict[str, Any]) -> list[Tensor | None]:
+    """What arrives for the gradients of q, k, v, attn_bias and sinks; None for those that were not computed."""
+    wanted = grads_of("grads", given["grads"]).named
+    return [x if is_wanted else None for x, is_wanted in zip(grads, wanted, strict=False)]
+
+
 def _no_derivative(grads: list[Tensor], what: str) -> Tensor:
     """A zero, the gradient of what has none where all that arrives is 0."""
     if any(bool(x.any()) for x in grads):
-        raise UnsupportedError(_SECOND.format(what))
+        raise UnsupportedError(_none(what))
     return grads[0].new_zeros((), dtype=torch.float32)
 
 
 # Function.apply would look for functorch's own way of nesting, which the dispatcher already provides.
 _apply_reverse = super(torch.autograd.Function, _Reverse).apply
 _apply_underivable = super(torch.autograd.Function, _Underivable).apply
+_apply_twice = super(torch.autograd.Function, _Twice).apply
+
+
+def once(run: Callable[..., Any], what: str, *inputs: Tensor | None) -> Any:
+    """The results of ``run(*inputs)``, which are derivatives and have none."""
+    with enable_single_level_autograd_function():
+        return _apply_underivable(run, what, *inputs)
 
 
 def _forward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -145,11 +201,63 @@ def _tangent(x: Any) -> Tensor | None:
     return forward_ad.unpack_dual(x, level=0).tangent if isinstance(x, Tensor) else None
 
 
+def _backward(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
+    """The backward operator under autograd: forward mode and reverse mode of it are one operator, as it is a gradient."""
+    below = _Below(ops.BACKWARD, keyset)
+    given = ops.BACKWARD.named(args)
+    if _has_score_function(given, 4):
+        found: tuple[Tensor, ...] = _derivative(ops.BACKWARD, "backward")(keyset, *args)
+        return found
+    primals, tangents = _unpacked(args)
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in primals):
+        with enable_single_level_autograd_function():
+            results: tuple[Tensor, ...] = _apply_twice(below, _of_backward, *primals)
+    else:
+        results = below(*primals)
+    if all(x is None for x in tangents):
+        return results
+    of, plain = ops.BACKWARD.named(tangents), ops.BACKWARD.named(primals)
+    if of["alibi_slopes"] is not None:
+        raise InvalidInputError("alibi_slopes", "has a tangent, but slopes have no derivative; use attn_bias")
+    changes: list[Tensor | None] = [None] * len(GRADIENTS)
+    if any(of[name] is not None for name in GRADIENTS):
+        moved = ops.SECOND.overload(*(of[name] for name in GRADIENTS), *primals)
+        changes = list(moved[: len(GRADIENTS)])
+    if of["dout"] is not None or of["dlse"] is not None:
+        dout = torch.zeros_like(plain["dout"]) if of["dout"] is None else of["dout"]
+        linear = ops.BACKWARD.overload(dout, of["dlse"], *primals[2:])
+        changes = [x if y is None else x + y for x, y in zip(linear, changes, strict=False)]
+    wanted = grads_of("grads", given["grads"]).named
+    dual = (
+        forward_ad.make_dual(x, dx, level=0) if is_wanted and dx is not None else x
+        for x, dx, is_wanted in zip(results, changes, wanted, strict=False)
+    )
+    return *dual, results[-1]
+
+
+def _forward_mode(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
+    """The forward-mode operator under autograd: its results have gradients, and no tangents."""
+    given, primals = ops.JVP.named(args), _unpacked(args)[0]
+    is_first = not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in primals))
+    if is_first or _has_score_function(given, 7) or any(x is not None for x in _unpacked(args)[1]):
+        found: tuple[Tensor, ...] = _derivative(ops.JVP, "forward-mode derivative")(keyset, *args)
+        return found
+    with enable_single_level_autograd_function():
+        results: tuple[Tensor, ...] = _apply_twice(_Below(ops.JVP, keyset), _of_jvp, *args)
+    return results
+
+
+def _has_score_function(given: dict[str, Any], leading: int) -> bool:
+    """Whether a call has a user's function of scores; its arguments come after so many others."""
+    t, options = ops.REGULAR.unflatten([*given.values()][leading:])
+    return Problem.of(t, options).score_function is not None
+
+
 def _derivative(operator: Operator, what: str) -> Any:
     def under_autograd(keyset: Any, *args: Any) -> Any:
         below = _Below(operator, keyset)
         if any(tangent is not None for tangent in _unpacked(args)[1]):
-            raise UnsupportedError(_SECOND.format(what))
+            raise UnsupportedError(_none(what))
         flat = [x for arg in args for x in (arg if isinstance(arg, list) else [arg])]
         if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)):
             return below(*args)
@@ -186,7 +294,7 @@ class _Fold:
         given = self.given
         if given["cu_seqlens_q"] is not None or given["rng_state"] is not None or given["mods"]:
             return False
-        if self.dims["row_items"] is not None:
+        if self.dims["row_items"] is not None or self.operator is ops.SECOND:
             return False
         if self.grads.sinks or self.dims["sinks"] is not None or self.dims.get("dsinks") is not None:
             return False
@@ -267,8 +375,9 @@ def register() -> None:
     """Registers the kernels."""
     kernels = {
         ops.FORWARD: _forward,
-        ops.BACKWARD: _derivative(ops.BACKWARD, "backward"),
-        ops.JVP: _derivative(ops.JVP, "forward-mode derivative"),
+        ops.BACKWARD: _backward,
+        ops.SECOND: _derivative(ops.SECOND, "second derivative"),
+        ops.JVP: _forward_mode,
     }
     for operator, kernel in kernels.items():
         LIBRARY.impl(operator.name, kernel, "Autograd", with_keyset=True)

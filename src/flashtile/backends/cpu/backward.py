@@ -208,7 +208,7 @@ def _add_tile_shares(
     probs = rows.probs(s.final, span)
     if sums.dv is not None:
         kept = probs if s.dropout is None else probs * s.dropout
-        seq.key_view(sums.dv)[:, :, keys] += _per_key(problem, kept, dout)
+        seq.key_view(sums.dv)[:, :, keys] += per_key(problem, kept, dout)
     if sums.dq is None and sums.dk is None and sums.dbias is None and not sums.doperands:
         return
     dprobs = tiles.per_query_head(tiles.per_key_head(dout, problem) @ v.transpose(-1, -2), problem)
@@ -223,7 +223,7 @@ def _add_tile_shares(
         delta = delta if rows.dlse is None else delta - rows.dlse[:, :, span]
     dscores = dprobs.sub_(delta[..., None]).mul_(probs)
     if sums.dbias is not None and seq.bias is not None:
-        _add_reduced(sums.dbias[seq.bias_place], dscores, rectangle)
+        add_reduced(sums.dbias[seq.bias_place], dscores, rectangle)
     if s.cap_slope is not None:
         dscores = dscores * s.cap_slope
     if s.mod_slope is not None or s.partials:
@@ -236,7 +236,7 @@ def _add_tile_shares(
     if sums.dq is not None:
         seq.view(sums.dq)[:, :, span].add_(tiles.weighted_sum(problem, dscores, k), alpha=problem.softmax_scale)
     if sums.dk is not None:
-        seq.key_view(sums.dk)[:, :, keys].add_(_per_key(problem, dscores, q), alpha=problem.softmax_scale)
+        seq.key_view(sums.dk)[:, :, keys].add_(per_key(problem, dscores, q), alpha=problem.softmax_scale)
 
 
 def _add_partials(
@@ -262,12 +262,12 @@ def _add_partials(
             total.index_add_(0, places.reshape(-1), share.reshape(-1))
 
 
-def _per_key(problem: Problem, weights: Tensor, x: Tensor) -> Tensor:
+def per_key(problem: Problem, weights: Tensor, x: Tensor) -> Tensor:
     """``weights^T @ x`` summed over the group: ``(1, num_heads_kv, keys, width)``."""
     return tiles.per_key_head(weights, problem).transpose(-1, -2) @ tiles.per_key_head(x, problem)
 
 
-def _add_reduced(total: Tensor, dscores: Tensor, rectangle: Rectangle) -> None:
+def add_reduced(total: Tensor, dscores: Tensor, rectangle: Rectangle) -> None:
     """Adds dscores to the bias's gradient, summed over the dimensions in which the bias was broadcast."""
     broadcast = [d for d in range(4) if total.shape[d] == 1 and dscores.shape[d] != 1]
     rows = slice(None) if total.shape[2] == 1 else slice(*rectangle.rows)

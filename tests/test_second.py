@@ -1,0 +1,186 @@
+"""Second derivatives: gradients of gradients against differences and against the formula, for every feature."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, hessian, jacrev, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashtile
+from flashtile import UnsupportedError, mods
+from flashtile.compat import flash_attn_2
+from flashtile.integrations import sdpa
+
+ROWS, KEYS = 3, 4
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+BANDS: dict[str, dict[str, Any]] = {
+    "full": {}, "causal": {"causal": True}, "window": {"window_size": (1, 0)}, "ahead": {"window_size": (0, 2)},
+}  # fmt: skip
+# What is given beside q, k and v: numbers, or functions that make a tensor.
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {}, "lse": {"return_lse": True}, "softcap": {"softcap": 1.5}, "bias": {"attn_bias": lambda: leaf(2, 2, 3, 4)},
+    "row_bias": {"attn_bias": lambda: leaf(2, 1, 4), "softcap": 2.0, "return_lse": True},
+    "sinks": {"sinks": lambda: leaf(2)}, "sinks_lse": {"sinks": lambda: leaf(2), "return_lse": True},
+    "mask": {"attn_mask": lambda: torch.rand(2, 1, 3, 4) > 0.4}, "alibi": {"alibi_slopes": lambda: torch.rand(2).double()},
+    "groups": {"kv_heads": 1}, "values": {"head_dim_v": 3, "softcap": 1.0}, "scale": {"softmax_scale": -0.7},
+    "dropout": {"dropout_p": 0.4}, "dropout_bias": {"dropout_p": 0.3, "attn_bias": lambda: leaf(3, 4), "sinks": lambda: leaf(2)},
+    "groups_lse": {"kv_heads": 1, "head_dim_v": 1, "return_lse": True, "sinks": lambda: leaf(2)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("feature", "band"), [*itertools.product(FEATURES, BANDS)], ids=str)
+def test_gradients_of_gradients(feature: str, band: str) -> None:
+    torch.manual_seed(0)
+    given = {name: x() if callable(x) else x for name, x in FEATURES[feature].items()}
+    heads, width = given.pop("kv_heads", 2), given.pop("head_dim_v", 2)
+    leaves = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
+        torch.manual_seed(1)
+        return flashtile.attention(q, k, v, **given | dict(zip(leaves, others, strict=True)), **BANDS[band])
+
+    inputs = leaf(2, ROWS, 2, 2), leaf(2, KEYS, heads, 2), leaf(2, KEYS, heads, width), *leaves.values()
+    assert torch.autograd.gradgradcheck(attend, inputs, fast_mode=True)
+
+
+def test_gradients_of_gradients_of_packed_sequences() -> None:
+    torch.manual_seed(0)
+    rows, keys = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 2, 5], [0, 3, 4, 6]))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Any:
+        return flashtile.attention_varlen(q, k, v, rows, keys, causal=True, sinks=sinks, return_lse=True)
+
+    assert torch.autograd.gradgradcheck(attend, (leaf(5, 2, 2), leaf(7, 1, 2), leaf(7, 1, 2), leaf(2)))
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    return (scores.masked_fill(~keep, -torch.inf).softmax(-1) @ v).transpose(-3, -2)
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flashtile.attention(q, k, v, causal=True)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def penalty(attend: Attend) -> Callable[[Tensor], Tensor]:
+    """A gradient penalty, as a function of q."""
+    return lambda q: grad(lambda q: attend(q, q, q).sin().sum())(q).square().sum()
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda f, q: hessian(f)(q), lambda f, q: jacrev(jacrev(f))(q), lambda f, q: torch.autograd.functional.hessian(f, q),
+        lambda f, q: grad(lambda q: jvp(f, (q,), (q.cos(),))[1])(q), lambda f, q: jvp(grad(f), (q,), (q.cos(),))[1],
+        lambda f, q: torch.autograd.functional.vhp(f, q, q.cos())[1],
+    ],
+    ids=["forward over reverse", "reverse twice", "functional", "reverse over forward", "jvp of a gradient", "vhp"],
+)  # fmt: skip
+def test_every_way_to_a_second_derivative(second: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 5, 2, 3, dtype=torch.float64)
+    found, wanted = (second(lambda q, f=f: f(q, q * 2, q).sin().sum(), q) for f in (ours, formula))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_penalties_of_samples() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(3, 1, 5, 2, 3, dtype=torch.float64)
+    torch.testing.assert_close(vmap(grad(penalty(ours)))(q), vmap(grad(penalty(formula)))(q))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_penalty(backend: str) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 5, 2, 3, dtype=torch.float64, requires_grad=True)
+    torch.compile(penalty(ours), backend=backend, fullgraph=True)(q).backward()
+    torch.testing.assert_close(q.grad, grad(penalty(formula))(q.detach()))
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_of_other_dtypes(dtype: torch.dtype, most: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 300, 4, 64, dtype=dtype)
+    wanted = grad(penalty(formula))(x.double())
+    found = grad(lambda q: grad(lambda q: ours(q, q, q).float().sin().sum())(q).float().square().sum())(x)
+    assert found.dtype == dtype
+    assert (found.double() - wanted).abs().max() <= most * wanted.abs().max()
+
+
+def test_through_modules_and_other_interfaces() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 5, 8, dtype=torch.float64, requires_grad=True)
+    own = flashtile.nn.MultiheadAttention(8, 2, causal=True, dtype=torch.float64)
+
+    def second(attend: Callable[[Tensor], Tensor]) -> Tensor:
+        (first,) = torch.autograd.grad(attend(x).sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (2, 4))
+
+    assert second(own).abs().sum() > 0
+    wanted = second(lambda x: formula(heads(x), heads(x), heads(x)))
+    torch.testing.assert_close(second(lambda x: flash_attn_2.flash_attn_func(*[heads(x)] * 3, causal=True)), wanted)
+
+    def overridden(x: Tensor) -> Tensor:
+        given = [heads(x).transpose(1, 2)] * 3
+        return torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True).transpose(1, 2)
+
+    with sdpa.use():
+        torch.testing.assert_close(second(overridden), wanted)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that is made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(x, Tensor):
+                self.most = max(self.most, x.numel())
+        return found
+
+
+def test_no_tensor_grows_with_the_square_of_the_length() -> None:
+    from flashtile.backends.cpu.second import second
+    from flashtile.call.arguments import Options, Tensors
+
+    x = torch.randn(1, 3000, 1, 8)
+    out, lse = flashtile.attention(x, x, x, causal=True, return_lse=True)
+    options = Options(window_right=0)
+    with _Largest() as made:
+        second((x, x, x, None, None), x, None, out, lse, Tensors(x, x, x), options)
+    assert x.numel() <= made.most <= 2**18
+
+
+def test_what_has_no_such_derivative_says_so() -> None:
+    q = torch.randn(1, 4, 2, 8, requires_grad=True)
+    (first,) = torch.autograd.grad(ours(q, q, q).sin().sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="no third derivative: its second derivative cannot"):
+        second.sum().backward()
+    with pytest.raises(UnsupportedError, match="no second derivative: its forward-mode derivative cannot"):
+        jvp(lambda q: jvp(lambda q: ours(q, q, q), (q,), (q,))[1], (q,), (q,))
+    out = flashtile.attention(q, q, q, score_mod=mods.t5(torch.randn(32, 2)))
+    (first,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="no second derivative: its backward"):
+        first.sum().backward()
