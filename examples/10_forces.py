@@ -10,7 +10,7 @@ import flashtile
 
 
 class Energy(nn.Module):
-    """The energy of atoms from their places (batch, atoms, 3): one layer of attention over distances to a few points."""
+    """The energy of atoms: one layer of attention over their distances to a few points."""
 
     def __init__(self, width: int = 32, heads: int = 4) -> None:
         super().__init__()
@@ -20,6 +20,7 @@ class Energy(nn.Module):
         self.last = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1))
 
     def forward(self, places: Tensor) -> Tensor:
+        """Energies (batch,) of atoms at these places (batch, atoms, 3)."""
         x = self.mix(torch.exp(-torch.cdist(places, self.points.expand(len(places), -1, -1)).square() / 4))
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         return self.last(x + flashtile.attention(q, k, v).flatten(2)).sum(dim=(1, 2))

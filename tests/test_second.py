@@ -29,14 +29,22 @@ BANDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # What is given beside q, k and v: numbers, or functions that make a tensor.
 FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {}, "lse": {"return_lse": True}, "softcap": {"softcap": 1.5}, "bias": {"attn_bias": lambda: leaf(2, 2, 3, 4)},
+    "plain": {},
+    "lse": {"return_lse": True},
+    "softcap": {"softcap": 1.5},
+    "bias": {"attn_bias": lambda: leaf(2, 2, 3, 4)},
     "row_bias": {"attn_bias": lambda: leaf(2, 1, 4), "softcap": 2.0, "return_lse": True},
-    "sinks": {"sinks": lambda: leaf(2)}, "sinks_lse": {"sinks": lambda: leaf(2), "return_lse": True},
-    "mask": {"attn_mask": lambda: torch.rand(2, 1, 3, 4) > 0.4}, "alibi": {"alibi_slopes": lambda: torch.rand(2).double()},
-    "groups": {"kv_heads": 1}, "values": {"head_dim_v": 3, "softcap": 1.0}, "scale": {"softmax_scale": -0.7},
-    "dropout": {"dropout_p": 0.4}, "dropout_bias": {"dropout_p": 0.3, "attn_bias": lambda: leaf(3, 4), "sinks": lambda: leaf(2)},
+    "sinks": {"sinks": lambda: leaf(2)},
+    "sinks_lse": {"sinks": lambda: leaf(2), "return_lse": True},
+    "mask": {"attn_mask": lambda: torch.rand(2, 1, 3, 4) > 0.4},
+    "alibi": {"alibi_slopes": lambda: torch.rand(2).double()},
+    "groups": {"kv_heads": 1},
+    "values": {"head_dim_v": 3, "softcap": 1.0},
+    "scale": {"softmax_scale": -0.7},
+    "dropout": {"dropout_p": 0.4},
+    "dropout_bias": {"dropout_p": 0.3, "attn_bias": lambda: leaf(3, 4), "sinks": lambda: leaf(2)},
     "groups_lse": {"kv_heads": 1, "head_dim_v": 1, "return_lse": True, "sinks": lambda: leaf(2)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("feature", "band"), [*itertools.product(FEATURES, BANDS)], ids=str)
@@ -83,19 +91,21 @@ def penalty(attend: Attend) -> Callable[[Tensor], Tensor]:
     return lambda q: grad(lambda q: attend(q, q, q).sin().sum())(q).square().sum()
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        lambda f, q: hessian(f)(q), lambda f, q: jacrev(jacrev(f))(q), lambda f, q: torch.autograd.functional.hessian(f, q),
-        lambda f, q: grad(lambda q: jvp(f, (q,), (q.cos(),))[1])(q), lambda f, q: jvp(grad(f), (q,), (q.cos(),))[1],
-        lambda f, q: torch.autograd.functional.vhp(f, q, q.cos())[1],
-    ],
-    ids=["forward over reverse", "reverse twice", "functional", "reverse over forward", "jvp of a gradient", "vhp"],
-)  # fmt: skip
-def test_every_way_to_a_second_derivative(second: Callable[..., Tensor]) -> None:
+WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "forward over reverse": lambda f, q: hessian(f)(q),
+    "reverse twice": lambda f, q: jacrev(jacrev(f))(q),
+    "functional": lambda f, q: torch.autograd.functional.hessian(f, q),
+    "reverse over forward": lambda f, q: grad(lambda q: jvp(f, (q,), (q.cos(),))[1])(q),
+    "jvp of a gradient": lambda f, q: jvp(grad(f), (q,), (q.cos(),))[1],
+    "vhp": lambda f, q: torch.autograd.functional.vhp(f, q, q.cos())[1],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_a_second_derivative(way: str) -> None:
     torch.manual_seed(0)
     q = torch.randn(1, 5, 2, 3, dtype=torch.float64)
-    found, wanted = (second(lambda q, f=f: f(q, q * 2, q).sin().sum(), q) for f in (ours, formula))
+    found, wanted = (WAYS[way](lambda q, f=f: f(q, q * 2, q).sin().sum(), q) for f in (ours, formula))
     torch.testing.assert_close(found, wanted)
 
 

@@ -233,14 +233,17 @@ def _second(*args: Any) -> tuple[Tensor, ...]:
     from flashtile.backends.cpu import second  # what few programs need is not loaded by all
 
     tensors, options = REGULAR.unflatten(args[9:])
-    found = second.second(args[:5], *args[5:9], tensors, options)
-    return tuple(args[7].new_empty(0) if x is None else x for x in found)
+    dout, dlse, out, lse = args[5:9]
+    found = second.second(args[:5], dout, dlse, out, lse, tensors, options)
+    return tuple(out.new_empty(0) if x is None else x for x in found)
 
 
 def _second_fake(*args: Any) -> tuple[Tensor, ...]:
     tensors, _ = REGULAR.unflatten(args[9:])
     dout, dlse, out, _ = args[5:9]
-    return tuple(out.new_empty(0) if x is None else x.new_empty(x.shape) for x in (*differentiable(tensors), dout, dlse))
+    return tuple(
+        out.new_empty(0) if x is None else x.new_empty(x.shape) for x in (*differentiable(tensors), dout, dlse)
+    )
 
 
 class _Attention(torch.autograd.Function):

@@ -202,7 +202,7 @@ def _tangent(x: Any) -> Tensor | None:
 
 
 def _backward(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
-    """The backward operator under autograd: forward mode and reverse mode of it are one operator, as it is a gradient."""
+    """The backward operator under autograd. It is a gradient: forward mode and reverse mode of it are one operator."""
     below = _Below(ops.BACKWARD, keyset)
     given = ops.BACKWARD.named(args)
     if _has_score_function(given, 4):

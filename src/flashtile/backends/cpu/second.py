@@ -40,7 +40,7 @@ class Second(NamedTuple):
     dlse: Tensor | None
 
 
-class _Rows(NamedTuple):
+class _RowNumbers(NamedTuple):
     """Numbers of each row of a sequence, heads first, in the dtype of the arithmetic.
 
     Attributes:
@@ -59,9 +59,9 @@ class _Rows(NamedTuple):
     rho: Tensor
     out: Tensor
 
-    def of(self, tile: Rectangle) -> _Rows:
+    def of(self, tile: Rectangle) -> _RowNumbers:
         """The rows of a tile."""
-        return _Rows(*(x[:, :, slice(*tile.rows)] for x in self))
+        return _RowNumbers(*(x[:, :, slice(*tile.rows)] for x in self))
 
 
 def second(
@@ -93,8 +93,10 @@ def _tiled(
         mu += (probabilities(_of_heads(t.sinks, p), parts) * _of_heads(given.sinks, p)).squeeze(-1)
     found = Second(made[0], made[1], made[2], bias, sinks, made[3], dlse)
     for seq in plan.sequences(p, t, lambda rows, keys: 1 if p.varlen else p.batch):
-        numbers = (seq.lse_view(x) for x in (mu, delta, rho))
-        rows = _Rows(seq.lse_view(parts), seq.view(dout).to(p.lse_dtype), *numbers, seq.view(found.dout))
+        rows = _RowNumbers(
+            seq.lse_view(parts), seq.view(dout).to(p.lse_dtype), seq.lse_view(mu), seq.lse_view(delta),
+            seq.lse_view(rho), seq.view(found.dout),
+        )  # fmt: skip
         places = [place for block in plan.blocks_of(p.band, seq, tile_rows=height(p)) for place in block]
         for place in places:
             tile = tangent_tile(p, t, given, seq, place, rows.of(place).lse)
@@ -104,15 +106,21 @@ def _tiled(
         for place in places:
             tile = tangent_tile(p, t, given, seq, place, rows.of(place).lse)
             _add_gradients(p, given, seq, place, tile, rows.of(place), found)
-    like = (t.q, t.k, t.v, t.attn_bias, t.sinks, dout, dlse)
-    results = found._replace(dlse=None if dlse is None else mu)
-    return Second(*(None if x is None or y is None else x.to(y.dtype) for x, y in zip(results, like, strict=True)))
+    return Second(
+        found.q.to(t.q.dtype), found.k.to(t.k.dtype), found.v.to(t.v.dtype), _like(bias, t.attn_bias),
+        _like(sinks, t.sinks), found.dout.to(dout.dtype), _like(mu, dlse),
+    )  # fmt: skip
+
+
+def _like(x: Tensor | None, given: Tensor | None) -> Tensor | None:
+    """A gradient in the dtype of what it is the gradient of; None where that is not given."""
+    return None if x is None or given is None else x.to(given.dtype)
 
 
 def _of_values(
     p: Problem, given: Directions, seq: DenseSequences, place: Rectangle, tile: TangentTile, dout: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """dP and H: products of dout with the values and with their direction, with dropout's factors; None for 0."""
+    """DP and H: products of dout with the values and with their direction, with dropout's factors; None for 0."""
     of_v = given.of(seq, place, dout.dtype)[2]
     dprobs, of_direction = (None if x is None else of_pairs(p, dout, x) for x in (tile.operands[2], of_v))
     if tile.dropout is not None:
@@ -123,7 +131,7 @@ def _of_values(
 
 
 def _add_to_rows(
-    p: Problem, given: Directions, seq: DenseSequences, place: Rectangle, tile: TangentTile, rows: _Rows
+    p: Problem, given: Directions, seq: DenseSequences, place: Rectangle, tile: TangentTile, rows: _RowNumbers
 ) -> None:
     dprobs, of_direction = _of_values(p, given, seq, place, tile, rows.dout)
     rows.delta.add_((tile.probs * dprobs).sum(dim=-1))
@@ -134,7 +142,7 @@ def _add_to_rows(
 
 
 def _finish_rows(
-    p: Problem, t: Tensors, given: Directions, rows: _Rows, out: Tensor, dlse: Tensor | None, sinks: Tensor | None
+    p: Problem, t: Tensors, given: Directions, rows: _RowNumbers, out: Tensor, dlse: Tensor | None, sinks: Tensor | None
 ) -> None:
     """Completes the numbers of rows, and adds to the sinks' gradient. A sink is a key with value 0."""
     whole = rows.delta.clone()
@@ -155,7 +163,13 @@ def _of_heads(x: Tensor, p: Problem) -> Tensor:
 
 
 def _add_gradients(
-    p: Problem, given: Directions, seq: DenseSequences, place: Rectangle, tile: TangentTile, rows: _Rows, found: Second
+    p: Problem,
+    given: Directions,
+    seq: DenseSequences,
+    place: Rectangle,
+    tile: TangentTile,
+    rows: _RowNumbers,
+    found: Second,
 ) -> None:
     """Adds a tile's share of the gradients of q, k, v and the bias.
 
