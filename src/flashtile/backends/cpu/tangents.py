@@ -29,7 +29,7 @@ class Directions:
     def of(
         self, seq: DenseSequences, tile: Rectangle, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Those of a tile's rows of q, and of its keys and values; heads first."""
+        """The directions of a tile: of its rows of q, of its keys and of their values; heads first."""
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         q = None if self.q is None else seq.view(self.q)[:, :, rows].to(dtype)
         k, v = (None if x is None else seq.key_view(x)[:, :, keys].to(dtype) for x in (self.k, self.v))
