@@ -93,10 +93,10 @@ MOD: Recipe = {
             "    cap_slope = slope if cap_slope is None else cap_slope * slope\n",
         ),
     ],
-    "backends/cpu/jvp.py": [
+    "backends/cpu/tangents.py": [
         (
             "    if seq.slopes is not None:\n",
-            "    dscores = None if dscores is None else dscores * (1 + 2 * p.bend * scores)\n"
+            "    tangent = None if tangent is None else tangent * (1 + 2 * p.bend * scores)\n"
             "    scores = scores + p.bend * scores * scores\n",
         ),
     ],

@@ -144,7 +144,10 @@ FEATURES = (
     Feature(
         "vmap, forward mode, DTensors",
         "torch.func, MeanFlow, tensor parallel training",
-        ("ops/transforms.py", "ops/sharding.py", "backends/cpu/jvp.py"),
+        ("ops/transforms.py", "ops/sharding.py", "backends/cpu/jvp.py", "backends/cpu/tangents.py"),
+    ),
+    Feature(
+        "second derivatives", "gradient penalties, forces of atomistic models, Hessians", ("backends/cpu/second.py",)
     ),
     Feature(
         "rows of huge finite scores",

@@ -29,6 +29,13 @@ from flashtile.integrations.transformers import NAME, calls, enable, explain
 from tests.rule import assert_close
 from tests.slow import named, slow_but
 
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    """transformers knows the name, whichever test comes first."""
+    enable()
+
+
 _DECODER = dict(
     vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=None,
