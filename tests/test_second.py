@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
 from flashtile import UnsupportedError, mods
+from flashtile.backends.cpu.second import second
+from flashtile.call.arguments import Options, Tensors
 from flashtile.compat import flash_attn_2
 from flashtile.integrations import sdpa
+from flashtile.ops import operators
 
 ROWS, KEYS = 3, 4
 
@@ -138,23 +142,27 @@ def test_through_modules_and_other_interfaces() -> None:
     x = torch.randn(1, 5, 8, dtype=torch.float64, requires_grad=True)
     own = flashtile.nn.MultiheadAttention(8, 2, causal=True, dtype=torch.float64)
 
-    def second(attend: Callable[[Tensor], Tensor]) -> Tensor:
+    def twice(attend: Callable[[Tensor], Tensor]) -> Tensor:
         (first,) = torch.autograd.grad(attend(x).sin().sum(), x, create_graph=True)
         return torch.autograd.grad(first.square().sum(), x)[0]
 
     def heads(x: Tensor) -> Tensor:
         return x.unflatten(-1, (2, 4))
 
-    assert second(own).abs().sum() > 0
-    wanted = second(lambda x: formula(heads(x), heads(x), heads(x)))
-    torch.testing.assert_close(second(lambda x: flash_attn_2.flash_attn_func(*[heads(x)] * 3, causal=True)), wanted)
+    def by_formula(x: Tensor) -> Tensor:
+        q, k, v = (heads(project(x)) for project in (own.q_proj, own.k_proj, own.v_proj))
+        return own.out_proj(formula(q, k, v).flatten(2))
+
+    torch.testing.assert_close(twice(own), twice(by_formula))
+    wanted = twice(lambda x: formula(heads(x), heads(x), heads(x)))
+    torch.testing.assert_close(twice(lambda x: flash_attn_2.flash_attn_func(*[heads(x)] * 3, causal=True)), wanted)
 
     def overridden(x: Tensor) -> Tensor:
         given = [heads(x).transpose(1, 2)] * 3
         return torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True).transpose(1, 2)
 
     with sdpa.use():
-        torch.testing.assert_close(second(overridden), wanted)
+        torch.testing.assert_close(twice(overridden), wanted)
 
 
 class _Largest(TorchDispatchMode):
@@ -170,24 +178,36 @@ class _Largest(TorchDispatchMode):
         return found
 
 
-def test_no_tensor_grows_with_the_square_of_the_length() -> None:
-    from flashtile.backends.cpu.second import second
-    from flashtile.call.arguments import Options, Tensors
+def plain_call(q: Tensor, k: Tensor) -> tuple[Tensors, Options]:
+    """A call as operators take it."""
+    return Tensors(q, k, k), Options()
 
+
+def test_no_tensor_grows_with_the_square_of_the_length() -> None:
     x = torch.randn(1, 3000, 1, 8)
     out, lse = flashtile.attention(x, x, x, causal=True, return_lse=True)
-    options = Options(window_right=0)
+    t, options = plain_call(x, x)
     with _Largest() as made:
-        second((x, x, x, None, None), x, None, out, lse, Tensors(x, x, x), options)
+        second((x, x, x, None, None), x, None, out, lse, t, options._replace(window_right=0))
     assert x.numel() <= made.most <= 2**18
+
+
+def test_flops_are_those_of_the_products() -> None:
+    q, k = torch.randn(2, 6, 4, 8), torch.randn(2, 9, 2, 8)
+    out, lse = flashtile.attention(q, k, k, return_lse=True)
+    with FlopCounterMode(display=False) as counter:
+        operators.SECOND.overload(q, k, k, None, None, q, None, out, lse, *operators.REGULAR.flatten(*plain_call(q, k)))
+    # Scores, their tangents from q and k, dprobs and what is like it of ddv, twice; two for the tangent of out; dv, two
+    # for each of dq and dk.
+    assert counter.get_total_flops() == 2 * (2 * 6 * 9 * 4) * 8 * (2 * 5 + 2 + 5)
 
 
 def test_what_has_no_such_derivative_says_so() -> None:
     q = torch.randn(1, 4, 2, 8, requires_grad=True)
     (first,) = torch.autograd.grad(ours(q, q, q).sin().sum(), q, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), q, create_graph=True)
+    (of_first,) = torch.autograd.grad(first.square().sum(), q, create_graph=True)
     with pytest.raises(UnsupportedError, match="no third derivative: its second derivative cannot"):
-        second.sum().backward()
+        of_first.sum().backward()
     with pytest.raises(UnsupportedError, match="no second derivative: its forward-mode derivative cannot"):
         jvp(lambda q: jvp(lambda q: ours(q, q, q), (q,), (q,))[1], (q,), (q,))
     out = flashtile.attention(q, q, q, score_mod=mods.t5(torch.randn(32, 2)))

@@ -464,3 +464,19 @@ def sweep(dims: Sequence[int] = SWEPT) -> list[Drawn]:
                 )
             )
     return found
+
+
+def draw_for_pairs(seed: int, longest: int) -> tuple[Case, torch.dtype]:
+    """A call that has all that the Hopper backward by pairs of programs needs, but for its length."""
+    make = random.Random(seed)
+    width, (heads, kv_heads) = make.choice([192, 256]), make.choice([(1, 1), (2, 1), (2, 2), (3, 1), (6, 2)])
+    head_dim, feature = width - make.choice([0, 0, 8, 24]), make.choice(["", "", "softcap", "alibi"])
+    case = Case(
+        "pairs", batch=make.choice([1, 1, 2, 3]), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        head_dim_v=make.choice([None, head_dim - 16]) if width == 256 else None, causal=make.random() < 0.5,
+        seqlen_q=make.choice([1, 64, 65, make.randint(1, longest)]),
+        seqlen_k=make.choice([1, 64, 128, 129, make.randint(1, longest)]),
+        softcap=5.0 if feature == "softcap" else 0.0, alibi="h" if feature == "alibi" else "",
+        sinks=make.random() < 0.2, lse_grad=make.random() < 0.3,
+    )  # fmt: skip
+    return case, make.choice([torch.bfloat16, torch.float16])

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import flashtile
-from tests.fuzz.drawn import KINDS, LONG, SMALL, Kind, Sizes
+from flashtile.backends.hopper.backward import config
+from tests.cases import build, judge
+from tests.fuzz.drawn import KINDS, LONG, SMALL, Kind, Sizes, draw_for_pairs
 from tests.fuzz.functions import fuzz as judge_functions
 from tests.fuzz.judged import fuzz
 
@@ -24,6 +26,16 @@ SHARDS, CALLS = 12, 3
 def test_tiles_of_two_widths(backend: str) -> None:
     """A call over a cache with head_dim 33 and 16 of values, which was wrong as compiled for sm_90."""
     assert not fuzz(backend, 6002, 1, print, "cached", "cuda", SMALL)
+
+
+@pytest.mark.skipif("hopper" not in BACKENDS, reason="needs the hopper backend")
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_backwards_by_pairs(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = {192: config.PAIRS_192, 256: config.PAIRS_256}
+    monkeypatch.setattr(config, "choose", lambda problem: tiles[192 if problem.head_dim <= 192 else 256])
+    for seed in range(25 * shard, 25 * shard + 25):
+        case, dtype = draw_for_pairs(seed, 1300)
+        judge(build(case, dtype, "cuda", seed), "hopper")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

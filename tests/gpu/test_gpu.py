@@ -26,6 +26,24 @@ SHORT = (torch.float16, torch.bfloat16)
 DTYPES = (*SHORT, torch.float32)
 
 
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_second_derivatives(backend: str | None) -> None:
+    """Of gradients on the GPU, beside those in float64 on the CPU."""
+
+    def second(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        make = torch.Generator().manual_seed(0)
+        shapes = [(2, 300, 4, 64), (2, 350, 2, 64), (2, 350, 2, 64)]
+        given = [torch.randn(shape, generator=make).half().to(device, dtype) for shape in (*shapes, *shapes)]
+        leaves = [x.requires_grad_() for x in given[:3]]
+        chosen = backend if device == "cuda" else None
+        out = flashtile.attention(*leaves, causal=True, softcap=3.0, backend=chosen)
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        return [x.cpu().double() for x in torch.autograd.grad(first, leaves, given[3:])]
+
+    for found, wanted in zip(second("cuda", torch.float16), second("cpu", torch.float64), strict=True):
+        assert (found - wanted).abs().max() <= 2e-2 * wanted.abs().max()
+
+
 # A tile with a NaN in it is computed again in another order.
 ROUNDING = {"rtol": 2e-2, "atol": 2e-2}
 

@@ -189,6 +189,6 @@ class _StraightThrough(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         run = functools.partial(ops.watched_gradients, ctx.options, t)
         # Its derivative would be of a forward that was not rounded.
-        found = once(run, "backward with 8 bits", out, lse, dout, dlse)
+        found = once(run, "second derivative: its backward with 8 bits", out, lse, dout, dlse)
         of = dict(zip(arguments.GRADIENTS, found, strict=True))
         return None, *(of.get(name) for name in arguments.TENSORS)

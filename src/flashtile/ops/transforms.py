@@ -29,11 +29,7 @@ from flashtile.ops import operation
 from flashtile.ops import operators as ops
 from flashtile.ops.operation import LIBRARY, Operator
 
-_NONE = "attention has no {} derivative: its {} cannot be differentiated"
-
-
-def _none(what: str) -> str:
-    return _NONE.format("third" if what.startswith("second") else "second", what)
+_MISSING = "attention has no {} cannot be differentiated"
 
 
 class _Below:
@@ -73,7 +69,7 @@ class _Reverse(torch.autograd.Function):
 
 
 class _Underivable(torch.autograd.Function):
-    """An operator that is a derivative itself; differentiating it raises."""
+    """An operator that is a derivative itself; differentiating it raises an error that says ``what`` there is not."""
 
     @staticmethod
     def forward(ctx: Any, below: Callable[..., Any], what: str, *args: Any) -> Any:
@@ -83,7 +79,7 @@ class _Underivable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
-            raise UnsupportedError(_none(ctx.what))
+            raise UnsupportedError(_MISSING.format(ctx.what))
         # AOTAutograd traces the backward of all outputs, also of those that are detached: their gradients will be 0.
         zero = torch.ops.flashtile.no_derivative(grads, ctx.what)
         wanted = zip(ctx.likes, ctx.needs_input_grad[2:], strict=True)
@@ -140,7 +136,7 @@ def _directions(grads: Sequence[Tensor | None], given: dict[str, Any]) -> list[T
 def _no_derivative(grads: list[Tensor], what: str) -> Tensor:
     """A zero, the gradient of what has none where all that arrives is 0."""
     if any(bool(x.any()) for x in grads):
-        raise UnsupportedError(_none(what))
+        raise UnsupportedError(_MISSING.format(what))
     return grads[0].new_zeros((), dtype=torch.float32)
 
 
@@ -203,18 +199,18 @@ def _tangent(x: Any) -> Tensor | None:
 
 def _backward(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     """The backward operator under autograd. It is a gradient: forward mode and reverse mode of it are one operator."""
-    below = _Below(ops.BACKWARD, keyset)
-    given = ops.BACKWARD.named(args)
-    if _has_score_function(given, 4):
-        found: tuple[Tensor, ...] = _derivative(ops.BACKWARD, "backward")(keyset, *args)
-        return found
-    primals, tangents = _unpacked(args)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in primals):
+    below, (primals, tangents) = _Below(ops.BACKWARD, keyset), _unpacked(args)
+    needs_graph, is_dual = _needs_graph(primals), any(x is not None for x in tangents)
+    results: tuple[Tensor, ...]
+    if (needs_graph or is_dual) and _has_score_function(primals[4:]):
+        results = _derivative(ops.BACKWARD, "second derivative: its backward")(keyset, *args)
+        return results
+    if needs_graph:
         with enable_single_level_autograd_function():
-            results: tuple[Tensor, ...] = _apply_twice(below, _of_backward, *primals)
+            results = _apply_twice(below, _of_backward, *primals)
     else:
         results = below(*primals)
-    if all(x is None for x in tangents):
+    if not is_dual:
         return results
     of, plain = ops.BACKWARD.named(tangents), ops.BACKWARD.named(primals)
     if of["alibi_slopes"] is not None:
@@ -227,7 +223,7 @@ def _backward(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
         dout = torch.zeros_like(plain["dout"]) if of["dout"] is None else of["dout"]
         linear = ops.BACKWARD.overload(dout, of["dlse"], *primals[2:])
         changes = [x if y is None else x + y for x, y in zip(linear, changes, strict=False)]
-    wanted = grads_of("grads", given["grads"]).named
+    wanted = grads_of("grads", plain["grads"]).named
     dual = (
         forward_ad.make_dual(x, dx, level=0) if is_wanted and dx is not None else x
         for x, dx, is_wanted in zip(results, changes, wanted, strict=False)
@@ -237,29 +233,33 @@ def _backward(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
 
 def _forward_mode(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     """The forward-mode operator under autograd: its results have gradients, and no tangents."""
-    given, primals = ops.JVP.named(args), _unpacked(args)[0]
-    is_first = not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in primals))
-    if is_first or _has_score_function(given, 7) or any(x is not None for x in _unpacked(args)[1]):
-        found: tuple[Tensor, ...] = _derivative(ops.JVP, "forward-mode derivative")(keyset, *args)
-        return found
+    primals, tangents = _unpacked(args)
+    results: tuple[Tensor, ...]
+    if not _needs_graph(primals) or any(x is not None for x in tangents) or _has_score_function(primals[7:]):
+        results = _derivative(ops.JVP, "second derivative: its forward-mode derivative")(keyset, *args)
+        return results
     with enable_single_level_autograd_function():
-        results: tuple[Tensor, ...] = _apply_twice(_Below(ops.JVP, keyset), _of_jvp, *args)
+        results = _apply_twice(_Below(ops.JVP, keyset), _of_jvp, *args)
     return results
 
 
-def _has_score_function(given: dict[str, Any], leading: int) -> bool:
-    """Whether a call has a user's function of scores; its arguments come after so many others."""
-    t, options = ops.REGULAR.unflatten([*given.values()][leading:])
-    return Problem.of(t, options).score_function is not None
+def _needs_graph(args: Sequence[Any]) -> bool:
+    """Whether some tensor among an operator's arguments requires grad, where gradients are enabled."""
+    flat = (x for arg in args for x in (arg if isinstance(arg, list) else [arg]))
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)
+
+
+def _has_score_function(args: Sequence[Any]) -> bool:
+    """Whether the call of these arguments has a user's function of scores."""
+    return Problem.of(*ops.REGULAR.unflatten(args)).score_function is not None
 
 
 def _derivative(operator: Operator, what: str) -> Any:
     def under_autograd(keyset: Any, *args: Any) -> Any:
         below = _Below(operator, keyset)
         if any(tangent is not None for tangent in _unpacked(args)[1]):
-            raise UnsupportedError(_none(what))
-        flat = [x for arg in args for x in (arg if isinstance(arg, list) else [arg])]
-        if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)):
+            raise UnsupportedError(_MISSING.format(what))
+        if not _needs_graph(args):
             return below(*args)
         with enable_single_level_autograd_function():
             return _apply_underivable(below, what, *args)
@@ -376,7 +376,7 @@ def register() -> None:
     kernels = {
         ops.FORWARD: _forward,
         ops.BACKWARD: _backward,
-        ops.SECOND: _derivative(ops.SECOND, "second derivative"),
+        ops.SECOND: _derivative(ops.SECOND, "third derivative: its second derivative"),
         ops.JVP: _forward_mode,
     }
     for operator, kernel in kernels.items():

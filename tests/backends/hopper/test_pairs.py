@@ -27,6 +27,7 @@ from flashtile.core.masks import Band
 from tests import emulator
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case, build, judge
+from tests.fuzz.drawn import draw_for_pairs
 from tests.ptx import hopper
 from tests.ptx.launch import Kernels, edited
 from tests.ptx.machine import Options
@@ -68,6 +69,13 @@ def test_gradients_by_pairs(case: Case) -> None:
     for seed, dtype in enumerate((torch.bfloat16, torch.float16)):
         with on_cpu(seed):
             judge(build(case, dtype), "hopper")
+
+
+@pytest.mark.parametrize("seed", slow_but(range(40), lambda seed: seed < 3))
+def test_random_gradients_by_pairs(seed: int) -> None:
+    case, dtype = draw_for_pairs(seed, 300)
+    with on_cpu(seed):
+        judge(build(case, dtype, seed=seed), "hopper")
 
 
 @pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.head_dim)

@@ -120,7 +120,7 @@ def _like(x: Tensor | None, given: Tensor | None) -> Tensor | None:
 def _of_values(
     p: Problem, given: Directions, seq: DenseSequences, place: Rectangle, tile: TangentTile, dout: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """DP and H: products of dout with the values and with their direction, with dropout's factors; None for 0."""
+    """Products of dout with the values (dP) and with their direction (H; None for 0), with dropout's factors."""
     of_v = given.of(seq, place, dout.dtype)[2]
     dprobs, of_direction = (None if x is None else of_pairs(p, dout, x) for x in (tile.operands[2], of_v))
     if tile.dropout is not None:

@@ -121,7 +121,7 @@ def of_pairs(p: Problem, rows: Tensor, keys: Tensor) -> Tensor:
 
 
 def in_parts(problem: Problem, lse: Tensor) -> Tensor:
-    """Lse in parts, +inf for an empty row, which makes its probabilities 0."""
+    """The parts of lse, +inf for an empty row, which makes its probabilities 0."""
     parts = lse if problem.large_scores else torch.stack([lse, torch.zeros_like(lse)], dim=-1)
     return torch.where(parts == -torch.inf, torch.inf, parts)
 

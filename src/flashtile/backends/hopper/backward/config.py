@@ -158,9 +158,9 @@ BASE_192_128 = replace(BASE_160, block_d=192, block_dv=128)
 # without a mask.
 KEYS_192_128 = BackwardTiles(block_d=192, block_dv=128, k_stages=1, dq_width=32)
 BASE_256 = replace(BASE_192, block_d=256, block_dv=256, k_stages=1, registers=208)
-# From this length on, rows of a tile outweigh what the start of a pair takes.
 PAIRS_192 = replace(BASE_192, pairs=PairTiles(dq_tma=True, registers=184, dq_registers=120))
 PAIRS_256 = replace(BASE_256, pairs=PairTiles(held=64, registers=216, dq_registers=64))
+# Rows and keys from which on a pair gains more than its start takes.
 LONG = 8192
 # Bias and mask take registers in the first warpgroup, which has what the others leave.
 SCORES_256 = replace(BASE_256, registers=192)

@@ -15,14 +15,15 @@ _FILL = gl.constexpr(
     "@p st.shared.v4.u32 [a], {a, b, c, d}; add.u32 a, a, 2048; @p bra FILL; "
     "setp.lt.and.u32 p, f, e, q; add.u32 b, f, 4; @p st.shared.v2.u32 [f], {f, b}; mov.b32 $0, $1; }"
 )
+# p: whether this is the first thread of a warpgroup.
+_IS_FIRST = "mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0; "
 _ARRIVE = gl.constexpr(
-    "{ .reg .u32 t, r; .reg .pred p; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0; "
-    "mapa.shared::cluster.u32 r, $1, $2; @p mbarrier.arrive.shared::cluster.b64 _, [r]; "
-    "mov.b32 $0, $1; }"
+    "{ .reg .u32 t, r; .reg .pred p; " + _IS_FIRST + "mapa.shared::cluster.u32 r, $1, $2; "
+    "@p mbarrier.arrive.shared::cluster.b64 _, [r]; mov.b32 $0, $1; }"
 )
 _COPY = gl.constexpr(
-    "{ .reg .u32 t, d, b; .reg .pred p; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0; "
-    "mapa.shared::cluster.u32 d, $1, $4; mapa.shared::cluster.u32 b, $3, $4; "
+    "{ .reg .u32 t, d, b; .reg .pred p; " + _IS_FIRST + "mapa.shared::cluster.u32 d, $1, $4; "
+    "mapa.shared::cluster.u32 b, $3, $4; "
     "@p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [d], [$2], $5, [b]; mov.b32 $0, $1; }"
 )
 
@@ -30,8 +31,8 @@ _COPY = gl.constexpr(
 @gluon.constexpr_function
 def _multicast_ptx(kernel, number):
     return (
-        "{ .reg .u32 t; .reg .u64 m; .reg .b16 w; .reg .pred p; mov.u32 t, %tid.x; and.b32 t, t, 127; "
-        f"setp.eq.u32 p, t, 0; mov.u64 m, {kernel}_param_{number}; cvta.param.u64 m, m; mov.b16 w, 3; "
+        "{ .reg .u32 t; .reg .u64 m; .reg .b16 w; .reg .pred p; " + _IS_FIRST + "mov.b16 w, 3; "
+        f"mov.u64 m, {kernel}_param_{number}; cvta.param.u64 m, m; "
         "@p cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
         "[$1], [m, {$3, $4, $5, $6}], [$2], w; mov.b32 $0, $1; }"
     )
