@@ -31,8 +31,9 @@ _COPY = gl.constexpr(
 @gluon.constexpr_function
 def _multicast_ptx(kernel, number):
     return (
-        "{ .reg .u32 t; .reg .u64 m; .reg .b16 w; .reg .pred p; " + _IS_FIRST + "mov.b16 w, 3; "
-        f"mov.u64 m, {kernel}_param_{number}; cvta.param.u64 m, m; "
+        "{ .reg .u32 t; .reg .u64 m; .reg .b16 w; .reg .pred p; "
+        + _IS_FIRST
+        + f"mov.u64 m, {kernel}_param_{number}; cvta.param.u64 m, m; mov.b16 w, 3; "
         "@p cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
         "[$1], [m, {$3, $4, $5, $6}], [$2], w; mov.b32 $0, $1; }"
     )
