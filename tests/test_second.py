@@ -17,6 +17,7 @@ import flashtile
 from flashtile import UnsupportedError, mods
 from flashtile.backends.cpu.second import second
 from flashtile.call.arguments import Options, Tensors
+from flashtile.call.problem import Problem
 from flashtile.compat import flash_attn_2
 from flashtile.integrations import sdpa
 from flashtile.ops import operators
@@ -188,7 +189,7 @@ def test_no_tensor_grows_with_the_square_of_the_length() -> None:
     out, lse = flashtile.attention(x, x, x, causal=True, return_lse=True)
     t, options = plain_call(x, x)
     with _Largest() as made:
-        second((x, x, x, None, None), x, None, out, lse, t, options._replace(window_right=0))
+        second((x, x, x, None, None), x, None, out, lse, t, Problem.of(t, options._replace(window_right=0)))
     assert x.numel() <= made.most <= 2**18
 
 

@@ -14,6 +14,7 @@ from tests.cases import build, judge
 from tests.fuzz.drawn import KINDS, LONG, SMALL, Kind, Sizes, draw_for_pairs
 from tests.fuzz.functions import fuzz as judge_functions
 from tests.fuzz.judged import fuzz
+from tests.second import drawn_call, judge_second
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -36,6 +37,12 @@ def test_random_backwards_by_pairs(shard: int, monkeypatch: pytest.MonkeyPatch) 
     for seed in range(25 * shard, 25 * shard + 25):
         case, dtype = draw_for_pairs(seed, 1300)
         judge(build(case, dtype, "cuda", seed), "hopper")
+
+
+@pytest.mark.parametrize("shard", range(10))
+def test_random_second_derivatives(shard: int) -> None:
+    for seed in range(10 * shard, 10 * shard + 10):
+        judge_second(drawn_call(seed, Sizes(700, 2**21), "cuda"), ("portable", None)[seed % 2])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -192,6 +192,18 @@ class Gradients:
     doperands: tuple[Tensor | None, ...] = ()
 
 
+class SecondGradients(NamedTuple):
+    """The gradients of a backward's results with respect to its inputs, each like its input; None where that is."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None
+    dout: Tensor
+    dlse: Tensor | None
+
+
 class Forward(Protocol):
     """The plan of a forward: computes out and lse from a call's tensors.
 

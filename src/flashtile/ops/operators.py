@@ -230,11 +230,11 @@ def _jvp_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _second(*args: Any) -> tuple[Tensor, ...]:
-    from flashtile.backends.cpu import second  # what few programs need is not loaded by all
+    from flashtile.ops import second  # what few programs need is not loaded by all
 
-    tensors, options = REGULAR.unflatten(args[9:])
     dout, dlse, out, lse = args[5:9]
-    found = second.second(args[:5], dout, dlse, out, lse, tensors, options)
+    tensors, call = REGULAR.planned(*REGULAR.unflatten(args[9:]))
+    found = second.run(call, tensors, args[:5], out, lse, dout, dlse)
     return tuple(out.new_empty(0) if x is None else x for x in found)
 
 

@@ -24,20 +24,8 @@ from flashtile.backends.cpu.tangents import (
     probabilities,
     tangent_tile,
 )
-from flashtile.call.arguments import Options
+from flashtile.call.backend import SecondGradients
 from flashtile.call.problem import Problem, Tensors
-
-
-class Second(NamedTuple):
-    """The gradients of the backward's results with respect to its inputs, each like its input; None where that is."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    sinks: Tensor | None
-    dout: Tensor
-    dlse: Tensor | None
 
 
 class _RowNumbers(NamedTuple):
@@ -46,6 +34,7 @@ class _RowNumbers(NamedTuple):
     Attributes:
         lse: In parts, +inf for an empty row.
         dout: The gradient of out.
+        total: ``rowsum(P)``, which is 1 but for lse's rounding: sums that cancel are divided by it.
         mu: ``rowsum(P * dS)``, the tangent of lse.
         delta: ``rowsum(P * dP)``, from ``_finish_rows`` on less dlse.
         rho: ``rowsum(P * (dS * dP + H))``, from ``_finish_rows`` on ``rowsum(P * R)``: see ``_add_gradients``.
@@ -54,6 +43,7 @@ class _RowNumbers(NamedTuple):
 
     lse: Tensor
     dout: Tensor
+    total: Tensor
     mu: Tensor
     delta: Tensor
     rho: Tensor
@@ -66,8 +56,8 @@ class _RowNumbers(NamedTuple):
 
 def second(
     directions: tuple[Tensor | None, ...], dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
-    tensors: Tensors, options: Options,
-) -> Second:  # fmt: skip
+    tensors: Tensors, problem: Problem,
+) -> SecondGradients:  # fmt: skip
     """The gradients from what arrives for dq, dk, dv, dbias and dsinks; None for 0.
 
     Args:
@@ -77,25 +67,27 @@ def second(
         out: The forward's.
         lse: The forward's, with ``large_scores`` in parts.
         tensors: The call's tensors, without users' functions of scores.
-        options: The call's options.
+        problem: The call's problem.
     """
     with torch._C._DisableAutocast():
-        return _tiled(Directions(*directions), dout, dlse, out, lse, tensors, Problem.of(tensors, options))
+        return _tiled(Directions(*directions), dout, dlse, out, lse, tensors, problem)
 
 
 def _tiled(
     given: Directions, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, t: Tensors, p: Problem
-) -> Second:
+) -> SecondGradients:
     parts, made = in_parts(p, lse), [x.new_zeros(x.shape, dtype=p.lse_dtype) for x in (t.q, t.k, t.v, out)]
     bias, sinks = (None if x is None else x.new_zeros(x.shape, dtype=p.lse_dtype) for x in (t.attn_bias, t.sinks))
-    mu, delta, rho = (torch.zeros_like(parts[..., 0]) for _ in range(3))
-    if t.sinks is not None and given.sinks is not None:
-        mu += (probabilities(_of_heads(t.sinks, p), parts) * _of_heads(given.sinks, p)).squeeze(-1)
-    found = Second(made[0], made[1], made[2], bias, sinks, made[3], dlse)
+    total, mu, delta, rho = (torch.zeros_like(parts[..., 0]) for _ in range(4))
+    if t.sinks is not None:
+        total += probabilities(_of_heads(t.sinks, p), parts).squeeze(-1)
+        if given.sinks is not None:
+            mu += total * _of_heads(given.sinks, p).squeeze(-1)
+    found = SecondGradients(made[0], made[1], made[2], bias, sinks, made[3], dlse)
     for seq in plan.sequences(p, t, lambda rows, keys: 1 if p.varlen else p.batch):
         rows = _RowNumbers(
-            seq.lse_view(parts), seq.view(dout).to(p.lse_dtype), seq.lse_view(mu), seq.lse_view(delta),
-            seq.lse_view(rho), seq.view(found.dout),
+            seq.lse_view(parts), seq.view(dout).to(p.lse_dtype), seq.lse_view(total), seq.lse_view(mu),
+            seq.lse_view(delta), seq.lse_view(rho), seq.view(found.dout),
         )  # fmt: skip
         places = [place for block in plan.blocks_of(p.band, seq, tile_rows=height(p)) for place in block]
         for place in places:
@@ -106,7 +98,7 @@ def _tiled(
         for place in places:
             tile = tangent_tile(p, t, given, seq, place, rows.of(place).lse)
             _add_gradients(p, given, seq, place, tile, rows.of(place), found)
-    return Second(
+    return SecondGradients(
         found.q.to(t.q.dtype), found.k.to(t.k.dtype), found.v.to(t.v.dtype), _like(bias, t.attn_bias),
         _like(sinks, t.sinks), found.dout.to(dout.dtype), _like(mu, dlse),
     )  # fmt: skip
@@ -134,6 +126,7 @@ def _add_to_rows(
     p: Problem, given: Directions, seq: DenseSequences, place: Rectangle, tile: TangentTile, rows: _RowNumbers
 ) -> None:
     dprobs, of_direction = _of_values(p, given, seq, place, tile, rows.dout)
+    rows.total.add_(tile.probs.sum(dim=-1))
     rows.delta.add_((tile.probs * dprobs).sum(dim=-1))
     if tile.tangent is not None:
         rows.rho.add_((tile.probs * tile.tangent * dprobs).sum(dim=-1))
@@ -145,6 +138,9 @@ def _finish_rows(
     p: Problem, t: Tensors, given: Directions, rows: _RowNumbers, out: Tensor, dlse: Tensor | None, sinks: Tensor | None
 ) -> None:
     """Completes the numbers of rows, and adds to the sinks' gradient. A sink is a key with value 0."""
+    total = torch.where(rows.total > 0, rows.total, 1.0)
+    for x in (rows.mu, rows.delta, rows.rho, rows.out):
+        x.div_(total if x.dim() == total.dim() else total[..., None])
     whole = rows.delta.clone()
     if dlse is not None:
         rows.delta.sub_(dlse.to(p.lse_dtype))
@@ -169,7 +165,7 @@ def _add_gradients(
     place: Rectangle,
     tile: TangentTile,
     rows: _RowNumbers,
-    found: Second,
+    found: SecondGradients,
 ) -> None:
     """Adds a tile's share of the gradients of q, k, v and the bias.
 

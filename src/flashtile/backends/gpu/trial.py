@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 # The portable backend's, and decode, which both GPU backends run.
-KERNELS = {"forward", "dkdv", "dk", "dv", "dq", "dbias", "diagonals", "quantized", "decode"}
+KERNELS = {
+    "forward", "dkdv", "dk", "dv", "dq", "dbias", "diagonals", "quantized", "decode", "second_rows", "second_dq",
+    "second_dkdv",
+}  # fmt: skip
 _held: dict[str, Any] = {}
 _all: tuple[tuple[str, Any], ...] = ()
 

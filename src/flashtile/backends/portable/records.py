@@ -113,14 +113,14 @@ def _mods(
     if alibi is not None and origins is not None:
         alibi = Mod(mods.alibi_of_part, None, mods.slope_of_part, (alibi.operands, origins, p.batch))
     if t.attn_bias is not None:
-        tensor = _score_tensor("attn_bias", t.attn_bias, vector_width)
+        tensor = score_tensor("attn_bias", t.attn_bias, vector_width)
         tensor = tensor._replace(
             stride_b=Const(0) if bias_sums[0] else tensor.stride_b,
             stride_head=Const(0) if bias_sums[1] else tensor.stride_head,
         )
         bias = Mod(mods.bias, None, mods.tensor_of_head, tensor)
     if t.attn_mask is not None:
-        tensor = _score_tensor("attn_mask", t.attn_mask.view(torch.uint8), vector_width)
+        tensor = score_tensor("attn_mask", t.attn_mask.view(torch.uint8), vector_width)
         mask = Mod(mods.select_tensor, None, mods.tensor_of_head, tensor)
     drops = dropout_of(p, t.rng_state, origins, has_ptx(p))
     score_mod, mask_mod = functions_of(p, t)
@@ -151,7 +151,8 @@ def band_of(problem: Problem, span: int) -> KeyBand:
     return KeyBand(*(None if x is None else max(-most, min(most, x)) for x in (of.left, of.right, of.chunk)))
 
 
-def _score_tensor(name: str, tensor: Tensor, vector_width: int) -> ScoreTensor:
+def score_tensor(name: str, tensor: Tensor, vector_width: int) -> ScoreTensor:
+    """The record of a mask or a bias, or of a bias's direction."""
     batch, head, row, column = score_strides(tensor)
     return ScoreTensor(pointer(tensor, name), batch, head, row, Const(1) if column == 1 else column, vector_width)
 

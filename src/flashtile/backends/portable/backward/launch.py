@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.backends.gpu.device.records import Call
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.masks import Side, bounds_launch, masks_of, most_bounds
 from flashtile.backends.gpu.named import device_code
@@ -120,7 +121,7 @@ def launches(
 ) -> dict[str, Launch]:
     """The launches by kernel name, in order, for plans and for builds; ``adds``: dq, dk and dv to what is there."""
     p, wanted = problem, problem.grads
-    made = table_launches(p, tensors) | {"prepare_rows": _prepare_launch(p, tensors, dout, dlse)}
+    made = table_launches(p, tensors) | {"prepare_rows": prepare_launch(p, tensors, dout, dlse)}
     for name, computes in wanted_kernels(p).items():
         if p.intervals:
             made[f"interval_bounds_{name}"] = bounds_launch(p, tensors, side_of(p, tensors, name))
@@ -129,7 +130,7 @@ def launches(
         places = places_of(p, tensors)
         for name, x, place in (("dk", tensors.k, places[1]), ("dv", tensors.v, places[2])):
             if (wanted.k, wanted.v)[name == "dv"]:
-                made[f"sum_gqa_splits_{name}"] = _sum_launch(p, name, x, place, adds)
+                made[f"sum_gqa_splits_{name}"] = sum_launch(p, name, x, place, adds)
     if wanted.q:
         if p.intervals:
             made["interval_bounds_dq"] = bounds_launch(p, tensors, side_of(p, tensors, "dq"))
@@ -151,7 +152,7 @@ def _operand_launches(problem: Problem, tensors: Tensors, dout: Tensor) -> dict[
     return made
 
 
-def _prepare_launch(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> Launch:
+def prepare_launch(problem: Problem, tensors: Tensors, dout: Tensor, dlse: Tensor | None) -> Launch:
     """Computes delta and lse from the forward's results and their gradients."""
     packed = dout.dim() == 3
     batch, block_dv = 1 if packed else dout.shape[0], padded(problem.head_dim_v)
@@ -193,7 +194,7 @@ def dkdv_launch(
     return Launch(attention_backward_dkdv, programs, arguments, config.options())
 
 
-def _sum_launch(problem: Problem, name: str, x: Tensor, place: int, adds: bool) -> Launch:
+def sum_launch(problem: Problem, name: str, x: Tensor, place: int, adds: bool) -> Launch:
     """``x``: k or v; ``place``: of its gradient by split in the workspace."""
     arguments = {
         "splits_ptr": Pointer(torch.float32, "rows", 4 * place), "sum_ptr": Pointer(problem.grad_dtype, name),
@@ -207,16 +208,7 @@ def dq_launch(problem: Problem, tensors: Tensors, dout: Tensor, adds: bool, repa
     config = choose(problem, "dq") if repair is None else for_repair(choose(problem, "dq"))
     masks = masks_of(problem, tensors, _tiles_to_visit(problem, tensors, "dq", repair))
     call, rows = call_of(problem, tensors, config, ("k", "v"), dout, masks=masks)
-    bias = tensors.attn_bias if adds_bias(problem, tensors.attn_bias) else None
-    sums: Any = BiasSums(None, None, None, None, None, None, None, None, None)
-    if bias is not None:
-        (heads, bias_rows, cols), (over_heads, over_rows, over_cols) = _bias_shape(problem, bias)
-        assert call.mods.scores is not None
-        vector_width = call.mods.scores[-1].operands.VECTOR  # the bias comes last
-        sums = BiasSums(
-            Pointer(torch.float32, "dbias"), bias_entries(problem, bias), heads, bias_rows, cols, vector_width,
-            over_heads, over_rows, over_cols,
-        )  # fmt: skip
+    sums = bias_sums(problem, tensors.attn_bias if adds_bias(problem, tensors.attn_bias) else None, call)
     tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))
     arguments = {
         "call": call, "douts": rows, "of_rows": row_terms(problem, tensors, repair),
@@ -234,11 +226,29 @@ def adds_bias(problem: Problem, bias: Tensor | None) -> bool:
     return bias is not None and may_add_bias(problem) and bias.numel() <= MOST_SUMS
 
 
+def bias_sums(problem: Problem, bias: Tensor | None, call: Call) -> BiasSums:
+    """Where a kernel adds dbias up, of a bias that it computes the gradient of, else None."""
+    if bias is None:
+        return BiasSums(None, None, None, None, None, None, None, None, None)
+    (heads, rows, cols), (over_heads, over_rows, over_cols) = _bias_shape(problem, bias)
+    assert call.mods.scores is not None
+    vector_width = call.mods.scores[-1].operands.VECTOR  # the bias comes last
+    return BiasSums(
+        Pointer(torch.float32, "dbias"), bias_entries(problem, bias), heads, rows, cols, vector_width,
+        over_heads, over_rows, over_cols,
+    )  # fmt: skip
+
+
+def sums_memory(problem: Problem, bias: Tensor) -> Callable[[], Tensor]:
+    """What ``bias_sums`` are, ``(parts, *bias.shape)``."""
+    parts = bias_entries(problem, bias) if _bias_batch(bias) == 1 else 1
+    return functools.partial(torch.zeros, (parts, *bias.shape), device=bias.device)
+
+
 def _dbias_memory(problem: Problem, bias: Tensor) -> Callable[[], Tensor]:
     """What dbias is computed in, ``(parts, *bias.shape)``: float32 sums, or of its dtype if there is but one."""
     if adds_bias(problem, bias):
-        parts = bias_entries(problem, bias) if _bias_batch(bias) == 1 else 1
-        return functools.partial(torch.zeros, (parts, *bias.shape), device=bias.device)
+        return sums_memory(problem, bias)
     parts = bias_parts(problem, bias)
     return empty(bias.device, (parts, *bias.shape), bias.dtype if parts == 1 else torch.float32)
 

@@ -84,6 +84,39 @@ class BiasSums(NamedTuple):
     SUM_COLS: Any
 
 
+class Directions(NamedTuple):
+    """Directions of a second derivative's inputs: ``records.Rows``, and of the bias ``ScoreTensor``.
+
+    The pointer of what is 0 is None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+
+
+class SinkTangents(NamedTuple):
+    """The sinks, a number for each query head, and their direction; None for no sinks, and for 0."""
+
+    sinks: Any
+    of_sinks: Any
+
+
+class RowChanges(NamedTuple):
+    """What second derivatives know of each row, float32, laid out like ``RowTerms.lse``.
+
+    Attributes:
+        mu: The tangent of lse.
+        rho: What is subtracted in the gradient of scores, as delta is in the first one.
+        stride_head: The stride between heads.
+    """
+
+    mu: Any
+    rho: Any
+    stride_head: Any
+
+
 class ForwardResults(NamedTuple):
     """The forward's results and the gradient of lse.
 

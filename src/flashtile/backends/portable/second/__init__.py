@@ -1,0 +1,1 @@
+"""Second derivatives in Triton: the derivative of the backward in reverse mode."""
