@@ -350,7 +350,7 @@ class TransformerBlock(nn.Module):
 
 
 def _of_heads(max_scores: Tensor) -> Tensor:
-    """``(num_heads,)``, the largest score of each head, from those of its rows, packed or not."""
+    """``(num_heads,)``, the largest score of each head, from all rows' scores, packed or not."""
     rows = max_scores.transpose(0, -2).flatten(1)
     return rows.new_full(rows.shape[:1], -torch.inf) if holds(rows.shape[1] == 0) else rows.amax(dim=1)
 

@@ -64,7 +64,7 @@ def with_max_scores(lse: Tensor, max_scores: Tensor) -> Tensor:
 
     Args:
         lse: ``(..., rows)``, or ``(..., rows, 2)``, ``in_parts``.
-        max_scores: ``(..., rows)`` in lse's dtype, -inf for a row without keys. Of parts each has them.
+        max_scores: ``(..., rows)`` in lse's dtype, -inf for a row without keys. Each part of lse gets them.
     """
     if max_scores.dim() < lse.dim():
         max_scores = max_scores[..., None].expand(lse.shape)

@@ -183,7 +183,7 @@ def watched_gradients(options: Options, t: Tensors, *others: Tensor | None) -> t
 
 
 def plain_gradient(dlse: Tensor, out: Tensor, options: Options) -> Tensor:
-    """The gradient of lse without those of its other parts and of the largest scores, which have none."""
+    """The gradient of lse alone: its other parts and the largest scores have none."""
     return in_one(without_max_scores(dlse) if options.return_max_scores else dlse, out)
 
 
