@@ -201,6 +201,8 @@ def _forward_problems() -> list[Problem]:
         (_FULL, {"varlen": True}),
         (_WINDOW, _EVERYTHING),
         (_CAUSAL, {"dropout_p": 0.1}),
+        (_CAUSAL, {"max_scores": True}),
+        (_FULL, {"max_scores": True}),
     ]
     others = [_problem(dim, band, **used) for dim in (64, 128, 256) for band, used in features]
     wide = ((96, 96), (192, 192), (192, 128), (160, 160), (128, 256))
