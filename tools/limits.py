@@ -157,6 +157,7 @@ FEATURES = (
         ("backends/portable/repair.py",),
         390,
     ),
+    Feature("largest scores", "QK-clip in training, monitors of logits", (), 255),
     Feature("attention of a CPU", "whoever has no GPU; every test", ("backends/cpu/*.py",)),
 )
 # Of these the total alone is limited: a table of cases is as long as it is, and a test takes all that it is tried with.
