@@ -481,8 +481,8 @@ def finish(acc, row_max, row_sum, b, place, packed, col, shape, call, writes_lse
     if writes_lse:
         softmax.store_lse(call.results.lse, lse_at, lse, exists, call.mods.LARGE)
         if call.results.max_scores is not None:
-            at = call.results.max_scores + lse_at * (2 if call.mods.LARGE else 1)
-            tl.store(at, softmax.largest(top, total, call.mods.LARGE), mask=exists)
+            top_at = call.results.max_scores + lse_at * (2 if call.mods.LARGE else 1)
+            tl.store(top_at, softmax.largest(top, total, call.mods.LARGE), mask=exists)
 
 
 @triton.jit
