@@ -220,19 +220,18 @@ class Call:
             x.requires_grad_(name in names)
         return replace(self, leaves={name: x for name, x in self.leaves.items() if name in names})
 
-    def run(self, backend: str | None) -> tuple[Tensor, Tensor]:
-        """out and lse of the library, dropout drawn from seed 7."""
+    def run(self, backend: str | None, **changes: Any) -> Any:
+        """out and lse of the library, dropout drawn from seed 7; ``changes`` are other keywords."""
         t = self.tensors
         torch.manual_seed(7)
+        keywords = {"return_lse": True, "backend": backend, **self.keywords, **changes}
         if t.cu_seqlens_q is None:
-            return flashtile.attention(t.q, t.k, t.v, return_lse=True, backend=backend, **self.keywords)
+            return flashtile.attention(t.q, t.k, t.v, **keywords)
         lengths: tuple[Any, ...] = (t.cu_seqlens_q, t.cu_seqlens_k)
         if self.case.say_longest:
             lengths += (self.problem.seqlen_q, self.problem.seqlen_k)
         more = {"out": self._out()} if self.case.out else {}
-        return flashtile.attention_varlen(
-            t.q, t.k, t.v, *lengths, return_lse=True, backend=backend, **self.keywords, **more
-        )
+        return flashtile.attention_varlen(t.q, t.k, t.v, *lengths, **keywords, **more)
 
     def _out(self) -> Tensor:
         """Where the output goes: a tensor, or a part of a wider one."""

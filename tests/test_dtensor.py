@@ -48,9 +48,9 @@ def tensors(batch: int = 2, kv_heads: int = 2, packed: bool = False, features: b
     return found
 
 
-def run(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def run(given: dict[str, Tensor], **more: bool) -> Any:
     function = flashtile.attention_varlen if "cu_seqlens_q" in given else flashtile.attention
-    return function(**given, causal=True, return_lse=True)
+    return function(**given, causal=True, return_lse=True, **more)
 
 
 def check(mesh: DeviceMesh, placed: dict[str, Any], free: bool, **kind: Any) -> None:
@@ -91,6 +91,29 @@ def attention_is_sharded(mesh: DeviceMesh) -> None:
     check(mesh, {"q": Shard(2), "k": Shard(1), "v": Replicate()}, False)
     check(mesh, qkv(Shard(0)), False, packed=True)
     check(mesh, {"q": Shard(2), "k": Shard(0), "v": Shard(0)}, False)
+
+
+def largest_scores_are_sharded(mesh: DeviceMesh) -> None:
+    for placed, kind in (
+        (qkv(Shard(0)), {}), (qkv(Shard(2)), {}), (qkv(Shard(1)), {"packed": True}),
+        (qkv(Shard(2), attn_bias=Shard(0), sinks=Shard(0), alibi_slopes=Shard(1)), {"features": True}),
+    ):  # fmt: skip
+        given = tensors(**kind)
+        want = run(given, return_max_scores=True)
+        place = {name: distribute_tensor(x, mesh, [placed.get(name, Replicate())]) for name, x in given.items()}
+        place["q"].requires_grad_()
+        with CommDebugMode() as communication:
+            got = run(place, return_max_scores=True)
+            got[0].sum().backward()
+        assert communication.get_total_counts() == 0 and not got[2].requires_grad
+        equal([x.full_tensor() for x in got], list(want))
+        assert place["q"].grad is not None
+    x, module = normal(2, 6, 32), nn.MultiheadAttention(32, 4, num_kv_heads=2, dtype=torch.float64)
+    for projection in (module.q_proj, module.k_proj):
+        torch.nn.init.constant_(projection.weight, 0.125)
+    whole = module(x, return_max_scores=True)[1]
+    plan(module, mesh, True, "q_proj", "k_proj", "v_proj")
+    equal(module(x, return_max_scores=True)[1], whole[:2])  # of this rank's heads, which are all alike
 
 
 def refusals_are_clear(mesh: DeviceMesh) -> None:
@@ -148,6 +171,7 @@ def work(rank: int, path: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for part in (
         attention_is_sharded,
+        largest_scores_are_sharded,
         refusals_are_clear,
         attention_compiles,
         the_module_is_sharded,

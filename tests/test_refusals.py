@@ -338,9 +338,10 @@ def test_heads_before_rows_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_overloads_have_the_keywords_of_the_functions() -> None:
-    shared = {"q", "k", "v", "return_lse", *Keywords.__annotations__}
+    results = {"return_lse", "return_max_scores"}
+    shared = {"q", "k", "v", *results, *Keywords.__annotations__}
     bounds = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
-    cached = {"q", "k_cache", "v_cache", "cache_seqlens", "return_lse", *CacheKeywords.__annotations__}
+    cached = {"q", "k_cache", "v_cache", "cache_seqlens", *results, *CacheKeywords.__annotations__}
     for function, names in (
         (flashtile.attention, shared), (flashtile.attention_varlen, shared | bounds | {"out"}),
         (flashtile.attention_with_kvcache, cached),
@@ -348,6 +349,7 @@ def test_overloads_have_the_keywords_of_the_functions() -> None:
         assert names == set(inspect.signature(function).parameters) - {"_more", "_unknown"}
         assert [str(inspect.signature(each).return_annotation) for each in get_overloads(function)] == [
             "Tensor", "tuple[Tensor, Tensor]", "Tensor | tuple[Tensor, Tensor]",
+            "tuple[Tensor, Tensor]", "tuple[Tensor, Tensor, Tensor]", "Tensor | tuple[Tensor, ...]",
         ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ This module imports only PyTorch, the public functions and checks of arguments. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from flashtile.call.arguments import band_of, check_tensor, checked, flag, integ
 from flashtile.call.rotary import RotaryEmbedding, apply_rotary
 from flashtile.core.alone import Alone
 from flashtile.core.errors import InvalidInputError, shown
+from flashtile.core.sizes import holds
 
 __all__ = ["MultiheadAttention", "RotaryEmbedding", "TransformerBlock", "apply_rotary"]
 
@@ -142,6 +143,22 @@ class MultiheadAttention(nn.Module):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
 
+    @overload
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, value: Tensor | None = None,
+        *, key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None, attn_bias: Tensor | None = None,
+        positions: int | Tensor = 0, context_positions: int | Tensor | None = None, cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None, cu_seqlens_context: Tensor | None = None, max_seqlen_context: int | None = None,
+        return_max_scores: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, value: Tensor | None = None,
+        *, key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None, attn_bias: Tensor | None = None,
+        positions: int | Tensor = 0, context_positions: int | Tensor | None = None, cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None, cu_seqlens_context: Tensor | None = None, max_seqlen_context: int | None = None,
+        return_max_scores: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         x: Tensor,
@@ -157,7 +174,8 @@ class MultiheadAttention(nn.Module):
         max_seqlen: int | None = None,
         cu_seqlens_context: Tensor | None = None,
         max_seqlen_context: int | None = None,
-    ) -> Tensor:
+        return_max_scores: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attends from x to itself, or to a context; x, context and value are torch's query, key and value.
 
         Args:
@@ -176,10 +194,13 @@ class MultiheadAttention(nn.Module):
             max_seqlen: The longest length, if known: on a GPU this saves empty programs.
             cu_seqlens_context: ``(batch + 1,)`` int32 of a packed context.
             max_seqlen_context: The longest length, if known.
+            return_max_scores: Also return the largest score of each head, for QK-clip: docs/training.md.
 
         Returns:
             The output alone, like x. If value was given, as for torch's module, the output refuses to be used as a
-            pair: it cannot be unpacked, nor indexed by 0 or 1.
+            pair: it cannot be unpacked, nor indexed by 0 or 1. With return_max_scores a pair of it and of the largest
+            scores, ``(num_heads,)`` float32 (float64 for float64 inputs), over all rows and sequences, -inf if no row
+            keeps a key; a shard has its own heads' alone.
 
         Raises:
             InvalidInputError: Naming the argument that is wrong.
@@ -210,18 +231,21 @@ class MultiheadAttention(nn.Module):
         if self.rotary is not None:
             q = self.rotary(q, positions, cu_seqlens)
             k = self.rotary(k, 0 if context_positions is None else context_positions, cu_seqlens_context)
+        options = {**self._options(), "return_max_scores": return_max_scores}
         try:
             if cu_seqlens is None or cu_seqlens_context is None:
-                out = attention(q, k, v, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
+                found = attention(q, k, v, attn_mask=attn_mask, attn_bias=attn_bias, **options)
             else:
                 lengths = (cu_seqlens, cu_seqlens_context, max_seqlen, max_seqlen_context)
-                out = attention_varlen(q, k, v, *lengths, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
+                found = attention_varlen(q, k, v, *lengths, attn_mask=attn_mask, attn_bias=attn_bias, **options)
         except InvalidInputError as error:
             named = {} if itself else {**_CONTEXT_NAMES, "v": "context" if value is None else "value"}
             raise error.renamed({**_OWN_NAMES, **named}) from None
-        found: Tensor = self.out_proj(out.flatten(-2))
-        found = found if self.batch_first or found.dim() == 2 else found.transpose(0, 1)
-        return Alone.of(found) if like_torchs else found
+        out, max_scores = found if return_max_scores else (found, None)
+        out = self.out_proj(out.flatten(-2))
+        out = out if self.batch_first or out.dim() == 2 else out.transpose(0, 1)
+        out = Alone.of(out) if like_torchs else out
+        return out if max_scores is None else (out, _of_heads(max_scores))
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -323,6 +347,12 @@ class TransformerBlock(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+
+def _of_heads(max_scores: Tensor) -> Tensor:
+    """``(num_heads,)``, the largest score of each head, from all rows' scores, packed or not."""
+    rows = max_scores.transpose(0, -2).flatten(1)
+    return rows.new_full(rows.shape[:1], -torch.inf) if holds(rows.shape[1] == 0) else rows.amax(dim=1)
 
 
 def _rotary(rotary: bool | nn.Module, head_dim: int) -> nn.Module | None:

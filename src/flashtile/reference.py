@@ -36,23 +36,31 @@ def attention(problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.flo
         sequences ``(total_q, num_heads_q, head_dim_v)`` and ``(num_heads_q, total_q)``, both in ``dtype``. If scores
         may be large, lse is in float32 at least.
     """
+    return with_max_scores(problem, tensors, dtype)[:2]
+
+
+def with_max_scores(
+    problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``attention``'s out and lse, and the largest score that each row keeps, like lse (rule 31)."""
     if not problem.varlen:
         return _dense(problem, tensors, dtype, range(problem.batch))
     assert tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None
     bounds_q, bounds_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
-    outs, lses = [], []
+    outs, lses, tops = [], [], []
     for b in range(problem.batch):
         rows, keys = slice(bounds_q[b], bounds_q[b + 1]), slice(bounds_k[b], bounds_k[b + 1])
         origin = None if tensors.origins is None else Origin(*tensors.origins[b].tolist())
-        out, lse = _dense(problem, _sequence(tensors, b, rows, keys), dtype, range(b, b + 1), origin)
+        out, lse, top = _dense(problem, _sequence(tensors, b, rows, keys), dtype, range(b, b + 1), origin)
         outs.append(out[0])
         lses.append(lse[0])
+        tops.append(top[0])
     # Rows past the last bound belong to no sequence: rules 8 and 9.
     rest = tensors.q.shape[0] - bounds_q[-1]
     outs.append(torch.zeros(rest, problem.num_heads_q, problem.head_dim_v, dtype=dtype, device=tensors.q.device))
     wide = _score_dtype(problem, dtype)
-    lses.append(torch.full((problem.num_heads_q, rest), -torch.inf, dtype=wide, device=tensors.q.device))
-    return torch.cat(outs), torch.cat(lses, dim=1)
+    nothing = torch.full((problem.num_heads_q, rest), -torch.inf, dtype=wide, device=tensors.q.device)
+    return torch.cat(outs), torch.cat([*lses, nothing], dim=1), torch.cat([*tops, nothing], dim=1)
 
 
 def attention_quantized(problem: Problem, t: QuantizedTensors) -> tuple[Tensor, Tensor]:
@@ -113,7 +121,7 @@ def _sequence(t: Tensors, b: int, rows: slice, keys: slice) -> Tensors:
 
 def _dense(
     p: Problem, t: Tensors, dtype: torch.dtype, batch: range, origin: Origin | None = None, tree: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     q = t.q.to(dtype).transpose(1, 2)
     k, v = (x.to(dtype).transpose(1, 2).repeat_interleave(p.group_size, dim=1) for x in (t.k, t.v))
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
@@ -166,7 +174,19 @@ def _dense(
     if t.rng_state is not None:  # rule 7
         kept = philox.keep(t.rng_state, p.dropout_p, batch, p.num_heads_q, (0, seqlen_q), (0, seqlen_k), origin)
         probs = torch.where(kept, probs / (1 - p.dropout_p), 0.0)
-    return (probs.to(dtype) @ v).transpose(1, 2), lse  # rule 10: a NaN in v also reaches rows that mask its key
+    return (
+        (probs.to(dtype) @ v).transpose(1, 2),
+        lse,
+        _largest(scores),
+    )  # rule 10: a NaN in v also reaches rows that mask its key
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """Rule 31: the largest score of each row, -inf for a row without any."""
+    if scores.shape[-1] == 0:
+        return scores.new_full(scores.shape[:-1], -torch.inf)
+    top = scores.detach().amax(dim=-1)
+    return torch.where(top == torch.inf, torch.nan, top)
 
 
 def _score_dtype(p: Problem, dtype: torch.dtype) -> torch.dtype:
@@ -248,11 +268,19 @@ def attention_with_kvcache(
     Returns:
         out and lse as ``attention`` returns them.
     """
+    return cached_with_max_scores(problem, tensors, dtype)[:2]
+
+
+def cached_with_max_scores(
+    problem: Problem, tensors: CacheTensors, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``attention_with_kvcache``'s out and lse, and the largest score that each row keeps, like lse (rule 31)."""
     t = appended(problem, tensors)
     out = torch.zeros(*t.q.shape[:-1], problem.head_dim_v, dtype=dtype, device=t.q.device)
     lse = torch.full(
         problem.lse_shape(t.q)[: t.q.dim() - 1], -torch.inf, dtype=_score_dtype(problem, dtype), device=t.q.device
     )
+    top = lse.clone()
     for b, rows in enumerate(_spans(problem, t.q, t.cu_seqlens_q)):
         first = 0 if t.cache_leftpad is None else int(t.cache_leftpad[b])
         places = [_place(t, b, j) for j in range(first, int(t.cache_seqlens[b]))]  # rules 13 and 17
@@ -272,10 +300,11 @@ def attention_with_kvcache(
         )  # fmt: skip
         # The last query is at the last key's position, however many keys are left out at the start.
         own = problem.but(band=_band(problem, t, b))
-        one_out, one_lse = _dense(own, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))
+        one_out, *of_rows = _dense(own, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))
         _rows(out, b, rows).copy_(one_out[0])
-        (lse[:, rows] if problem.varlen else lse[b]).copy_(one_lse[0])
-    return out, lse
+        for found, each in zip((lse, top), of_rows, strict=True):
+            (found[:, rows] if problem.varlen else found[b]).copy_(each[0])
+    return out, lse, top
 
 
 def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:

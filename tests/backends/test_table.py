@@ -25,8 +25,10 @@ def test_the_table_uses_every_feature() -> None:
     problems = [build(case, torch.float32).problem for case in CASES]
     used = {f.name for f in FEATURES if any(f.used(p) for p in problems)}
     regular = {f.name for f in FEATURES if "forward" in f.directions}
-    alone = {"unaligned", "origins", "score_mod", "mask_mod", "operand_grad", "block_lists"}
-    assert used == regular - alone, "caches: tests/kvcache; origins: test_origins.py; functions, lists: tests/mods"
+    alone = {"unaligned", "origins", "score_mod", "mask_mod", "operand_grad", "block_lists", "max_scores"}
+    assert used == regular - alone, (
+        "max_scores: tests/maxima.py; caches: tests/kvcache; origins: test_origins.py; functions, lists: tests/mods"
+    )
 
 
 def test_capabilities_name_features_that_exist() -> None:

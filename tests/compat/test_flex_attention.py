@@ -54,6 +54,13 @@ def test_masks_and_results_are_pytorchs(mask_mod: Any, separate: bool) -> None:
     torch.testing.assert_close(out, want_out)
     torch.testing.assert_close(aux.lse, want_aux.lse)
     assert aux.max_scores is None
+    asked = AuxRequest(max_scores=True)
+    got, most = flex_attention(q, k, v, halved, ours, scale=0.3, return_aux=asked)
+    assert torch.equal(got, out) and most.lse is None and most.max_scores is not None
+    # PyTorch has none on CPUs.
+    scores = 0.15 * q @ k.transpose(-1, -2) + torch.arange(4)[:, None, None]
+    kept = pytorch.create_mask(mask_mod, None, None, 90, 90, "cpu")
+    torch.testing.assert_close(most.max_scores, scores.masked_fill(~kept, -torch.inf).amax(-1))
     again, lse = flex_attention(q, k, v, halved, theirs, 0.3, return_lse=True, kernel_options={"fwd_num_stages": 1})
     assert torch.equal(again, out) and torch.equal(lse, aux.lse)
 
@@ -91,9 +98,5 @@ def test_errors_are_pytorchs() -> None:
             call()
     with pytest.raises(RuntimeError, match="sliced BlockMask"):
         flex_attention(q, k, v, block_mask=mask[:, 0])
-    for unsupported in (
-        lambda: flex_attention(q, k, v, return_aux=AuxRequest(max_scores=True)),
-        lambda: create_block_mask(causal, None, None, 90, 90, "cpu", compute_dq_write_order=True),
-    ):
-        with pytest.raises(UnsupportedError):
-            unsupported()
+    with pytest.raises(UnsupportedError):
+        create_block_mask(causal, None, None, 90, 90, "cpu", compute_dq_write_order=True)

@@ -71,13 +71,17 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One call: ``case`` is a record of the tables, ``dtype`` that of its tensors, of q for 8-bit caches."""
+    """One call: ``case`` is a record of the tables, ``dtype`` that of its tensors, of q for 8-bit caches.
+
+    ``maxima``: whether it returns the largest scores.
+    """
 
     seed: int
     kind: Kind
     case: Case | CacheCase | QuantizedCase | QuantizerCase
     dtype: torch.dtype = torch.bfloat16
     pieces: Pieces | None = None
+    maxima: bool = False
 
 
 class Draw:
@@ -159,7 +163,8 @@ def draw(seed: int, sizes: Sizes = SMALL, kind: Kind | None = None) -> Drawn:
         return _pieces(d, seed, dtype)
     makers = {"plain": _plain, "cached": _cached, "latent": _latent, "quantized": _quantized, "quantizer": _quantizer}
     case = _within(makers[chosen](d, f"{chosen}_{seed}"), sizes)
-    return Drawn(seed, chosen, case, torch.bfloat16 if getattr(case, "float8", "") == "rows" else dtype)
+    dtype = torch.bfloat16 if getattr(case, "float8", "") == "rows" else dtype
+    return Drawn(seed, chosen, case, dtype, maxima=chosen in ("plain", "cached", "latent") and d.chance(0.2))
 
 
 def _plain(d: Draw, name: str) -> Case:

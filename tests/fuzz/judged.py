@@ -21,6 +21,7 @@ from tests.cases import Case
 from tests.fuzz.drawn import LONG, SMALL, Drawn, Kind, Sizes, draw
 from tests.kvcache import cases as kvcache
 from tests.kvcache.cases import CacheCase
+from tests.maxima import judge_cached_maxima, judge_maxima
 from tests.origins import judge_parts
 from tests.partials import judge_chain
 from tests.poison import poisoned_memory
@@ -43,8 +44,12 @@ def judge(call: Drawn, backend: str, device: str = "cpu") -> None:
         if cancels(made.problem) and made.leaves:
             made = cases.build(replace(case, wanted="v"), call.dtype, device, call.seed)
         cases.judge(made, backend)
+        if call.maxima:
+            judge_maxima(made, backend, gradients=False)
     elif isinstance(case, CacheCase):
         kvcache.judge(kvcache.build(case, call.dtype, device, call.seed), backend)
+        if call.maxima:
+            judge_cached_maxima(*(kvcache.build(case, call.dtype, device, call.seed) for _ in range(2)), backend)
     elif isinstance(case, QuantizedCase):
         rounding = quantization.WIDE if backend == "cpu" else quantization.EIGHT_BIT
         quantization.judge(quantization.build(case, device, call.seed), backend, rounding)

@@ -126,7 +126,8 @@ Parts = Iterator[tuple[str, str, dict[str, object], Problem | None]]
 def _of_plain(call: Drawn, capability: Capability) -> Parts:
     assert isinstance(call.case, Case)
     made = build(call.case, call.dtype, "meta")
-    problem, t = _on(made.problem, capability), ops.REGULAR.readable(made.tensors)
+    problem = _on(made.problem.but(max_scores=call.maxima), capability)
+    t = ops.REGULAR.readable(made.tensors)
     if not _is_able(problem, "forward"):
         return
     for backend in _backends(problem, "forward"):
@@ -194,7 +195,7 @@ def _of_chain(backend: Backend, problem: Problem, t: Tensors, dout: Tensor, lse:
 def _of_cached(call: Drawn, capability: Capability) -> Parts:
     assert isinstance(call.case, CacheCase)
     case, made = call.case, kvcache.build(call.case, call.dtype, "meta")
-    problem = _on(made.problem, capability)
+    problem = _on(made.problem.but(max_scores=call.maxima), capability)
     t = cached_ops.CACHED.readable(made.tensors)
     if not _is_able(problem, "decode"):
         return

@@ -16,6 +16,7 @@ from flashtile.ops import dispatch
 from tests.fuzz.drawn import FLOATS, SMALL, Draw, Drawn, Sizes, _within
 from tests.kvcache.alone import judge_alone
 from tests.kvcache.cases import CacheCase, build, judge
+from tests.maxima import judge_cached_maxima
 from tests.trees import KINDS as TREES
 
 # In Triton's interpreter a tile takes milliseconds.
@@ -49,7 +50,8 @@ def draw_batch(seed: int, sizes: Sizes = SMALL, kinds: int = 0) -> Drawn:
         head_dim_v=None if layout == "between" else head_dim_v, layout=layout, **_heads(k, kinds > 0), **band,
         **k.scores(), **given,
     )  # fmt: skip
-    return Drawn(seed, "cached", _within(_allowed(case, has_trees=has_trees), sizes), dtype)
+    case = _within(_allowed(case, has_trees=has_trees), sizes)
+    return Drawn(seed, "cached", case, dtype, maxima=k.chance(0.2))
 
 
 def _heads(d: Draw, few: bool) -> dict[str, int]:
@@ -95,6 +97,8 @@ def judge_batch(call: Drawn, backend: str, device: str = "cpu") -> bool:
     assert isinstance(call.case, CacheCase)
     made = build(call.case, call.dtype, device, call.seed)
     judge(made, backend)
+    if call.maxima:
+        judge_cached_maxima(*(build(call.case, call.dtype, device, call.seed) for _ in range(2)), backend)
     if dispatch.reasons(backend, made.problem, "decode"):
         return False
     judge_alone(call.case, call.dtype, backend, device)

@@ -38,9 +38,9 @@ def test_every_feature_is_drawn() -> None:
     for number in range(400):
         call = draw(number, _SIZES)
         if isinstance(call.case, Case):
-            problems.append(cases.build(call.case, call.dtype, "meta").problem)
+            problems.append(cases.build(call.case, call.dtype, "meta").problem.but(max_scores=call.maxima))
         elif isinstance(call.case, CacheCase):
-            problems.append(kvcache.build(call.case, call.dtype).problem)
+            problems.append(kvcache.build(call.case, call.dtype).problem.but(max_scores=call.maxima))
         elif isinstance(call.case, QuantizedCase):
             problems.append(quantization.build(call.case).problem)
     used = Counter(feature.name for feature in FEATURES for problem in problems if feature.used(problem))

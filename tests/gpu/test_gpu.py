@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 from typing import Any
@@ -16,6 +17,7 @@ from flashtile.call.arguments import band_of
 from flashtile.call.problem import Tensors
 from flashtile.ops import dispatch, plans
 from tests.cases import CASES, Case, build, judge, one_sign
+from tests.maxima import judge_maxima
 from tests.poison import poisoned_memory
 from tests.problems import banded_problem
 
@@ -522,3 +524,59 @@ def test_what_lies_beyond_a_length_is_never_read_into_a_result(backend: str) -> 
             flashtile.attention_varlen(*rows, cu_seqlens, cu_seqlens, 513, 513, causal=True, backend=backend)
         )
     assert torch.equal(*results) and (results[0][613:] == 0).all()
+
+
+# Of the largest scores: tiles of every kind, what is masked, what is repaired, and rows that keep nothing.
+MAXIMA = [
+    *(case for case in LARGE if case.name in {
+        "large", "large_causal", "large_causal_128", "large_256", "large_dims_96", "large_window", "large_softcap",
+        "large_alibi", "large_bias", "large_mask", "large_sinks", "large_dropout", "large_decode", "large_few_rows",
+        "large_groups_of_7", "large_512", "large_everything", "varlen_large", "varlen_large_mixed",
+        "varlen_large_bias", "varlen_large_128_full",
+    }),
+    *(case for case in CASES if case.name in {
+        "bias_large", "bias_large_max", "masked_out_sinks", "no_keys_sinks", "both_intervals", "varlen_empty",
+        "varlen_out_part",
+    }),
+    Case("negative_scale", seqlen_q=700, seqlen_k=600, heads=4, kv_heads=2, head_dim=128, scale=-0.1, causal=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=_id)
+@pytest.mark.parametrize("case", MAXIMA, ids=str)
+def test_largest_scores(case: Case, dtype: torch.dtype, backend: str) -> None:
+    """Of float64's to float32's rounding, in poisoned memory; out, lse and deterministic gradients keep their bits."""
+    is_trained = backend == "portable" and case.bias is None
+    call = build(case if is_trained else dataclasses.replace(case, wanted=""), dtype, "cuda")
+    judge_maxima(call, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_largest_scores_of_one_sign(head_dim: int, sign: float, backend: str) -> None:
+    case = Case("one_sign", seqlen_q=300, seqlen_k=1000, heads=2, kv_heads=1, head_dim=head_dim)
+    judge_maxima(one_sign(build(case, torch.bfloat16, "cuda"), sign), backend, gradients=False)
+
+
+def test_gradients_keep_their_bits_beside_largest_scores() -> None:
+    for case in LARGE:
+        if case.name in ("large_causal", "large_causal_128", "large_256", "varlen_large"):
+            judge_maxima(build(dataclasses.replace(case, deterministic=True), torch.bfloat16, "cuda"), None)
+
+
+def test_largest_scores_in_a_graph_and_compiled() -> None:
+    q, k, v = (torch.randn(2, 500, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def call() -> Any:
+        return flashtile.attention(q, k, v, causal=True, return_lse=True, return_max_scores=True)
+
+    want, graph = call(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for x in found:
+        x.fill_(torch.nan)
+    graph.replay()
+    assert all(map(torch.equal, found, want))
+    assert all(map(torch.equal, torch.compile(call, fullgraph=True)(), want))

@@ -20,6 +20,7 @@ from tests.kvcache.alone import invariance_cases, judge_alone
 from tests.kvcache.cases import CASES, EIGHT_BIT_ROWS, CacheCase, build, judge, latent_case
 from tests.kvcache.functions import HUGE, huge_error
 from tests.kvcache.test_trees import CHAINS, assert_chains_are_causal
+from tests.maxima import judge_cached_maxima
 from tests.poison import poisoned_memory
 from tests.rule import assert_close
 
@@ -454,3 +455,31 @@ def test_states_are_merged_by_a_kernel(dtype: torch.dtype) -> None:
     error, floor = (out.double() - want.transpose(1, 2)).abs().max(), (plain - want.transpose(1, 2)).abs().max()
     assert error <= 2 * floor + 1e-6
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-5)
+
+
+MAXIMA = [
+    case for case in (*CASES, *LARGE) if case.name in {
+        "large", "large_steps", "large_pages", "large_pages_of_7", "large_append", "large_chunk", "large_copied",
+        "large_copied_64", "large_float8", "packed", "float8", "tree_pages", "everything", "qv_packed",
+    }
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", SHORT, ids=_id)
+@pytest.mark.parametrize("case", MAXIMA, ids=str)
+def test_largest_scores(case: CacheCase, dtype: torch.dtype, backend: str) -> None:
+    judge_cached_maxima(build(case, dtype, DEVICE), build(case, dtype, DEVICE), backend)
+
+
+@pytest.mark.parametrize("lengths", [(5000, 3, 0, 1100), (40000,)], ids=str)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_largest_scores_of_latent_rows(heads: int, lengths: tuple[int, ...]) -> None:
+    case = latent_case("latent", lengths, heads=heads, page_size=64)
+    judge_cached_maxima(build(case, torch.bfloat16, DEVICE), build(case, torch.bfloat16, DEVICE), None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_largest_scores_of_wide_groups(backend: str) -> None:
+    case = CacheCase("wide", _same(5000, 3, 0, 900), heads=64, kv_heads=1, head_dim=128, sinks=True)
+    judge_cached_maxima(build(case, torch.bfloat16, DEVICE), build(case, torch.bfloat16, DEVICE), backend)

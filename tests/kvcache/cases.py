@@ -371,7 +371,7 @@ class CacheCall:
     tensors: CacheTensors
     keywords: dict[str, Any]
 
-    def run(self, backend: str | None, **changes: Any) -> tuple[Tensor, Tensor]:
+    def run(self, backend: str | None, **changes: Any) -> Any:
         """out and lse of the library."""
         t = self.tensors
         keywords = self.keywords | {"return_lse": True, "backend": backend} | changes
@@ -482,7 +482,7 @@ def _call(case: CacheCase, given: dict[str, Tensor], keywords: dict[str, Any]) -
         tensors["tree_mask"] = tree_words("tree_mask", tensors["tree_mask"])
     plain = (
         keywords.get("max_seqlen_q"), keywords.get("max_seqlen_k"), case.scale, case.softcap, case.interleaved, None,
-        case.chunk, False,
+        case.chunk, False, False,
     )  # fmt: skip
     made = CacheTensors(**tensors)
     return CacheCall(case, problem_of(made, read(of_all, case.window, True, plain)), made, keywords)

@@ -255,6 +255,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "page_indices of one page": ("page_indices", meeting(**PAGED | {"page_indices": index(1, 1, 2)})),
     "return_lse None": ("return_lse", {"return_lse": None}),
+    "return_max_scores None": ("return_max_scores", {"return_max_scores": None}),
     "out a list": ("out", {"out": [1.0]}),
     "out shape": ("out", {"out": torch.empty(2, 3, 4, 6)}),
     "out rows": ("out", {"out": torch.empty(2, 2, 4, 8)}),

@@ -148,6 +148,7 @@ def traits(problem: Problem, more: tuple[str, ...] = ()) -> dict[str, object]:
         "mask_mod": p.mask_function is not None,
         "sinks": p.sinks,
         "dropout": p.dropout_p > 0,
+        "max_scores": p.max_scores,
         "varlen": p.varlen,
         "origins": p.origins,
         "deterministic": p.deterministic,

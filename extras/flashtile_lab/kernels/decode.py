@@ -40,6 +40,7 @@ def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild
         {"packed": True, "page_size": 16, "appends": True, "has": ("slot_mapping",)},
         {"seqlen_q": 8, "page_size": 16, "appends": True, "has": ("causal",), "band": Band()},
         {"dtype": torch.float32},
+        {"page_size": 16, "max_scores": True},
         {"tree": True, "seqlen_q": 8, "page_size": 16},
         {"tree": True, "seqlen_q": 64, "packed": True, "appends": True, "alibi": True, "band": Band(4096, 0)},
         {"softcap": 30.0, "alibi": True, "sinks": True, "band": Band(128, 0), "page_size": 16, "appends": True},

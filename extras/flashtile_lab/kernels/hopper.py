@@ -102,12 +102,14 @@ def _decode_builds() -> list[KernelBuild]:
 
     calls: list[dict[str, Any]] = [*({"head_dim": dim, "num_heads_q": 568} for dim in (128, 64, 256))]
     made: list[KernelBuild] = []
+    calls += [{"num_heads_q": 568, "max_scores": True}]
     for call in [*calls, {"seqlen_q": 4, "num_heads_q": 64, "page_size": 16}]:
         problem, tensors = described_call((9, 0), **call)
         wide = launch.wide_launch(problem, tensors, config.choose(problem), 132)
         made += kernel_builds("hopper", "decode", problem, {"wide_cache_attention": wide}, limits(problem))
-    for size, rows in ((64, ""), (16, ""), (64, ", rows of 656 bytes")):
+    for size, rows, top in ((64, "", False), (16, "", False), (64, ", rows of 656 bytes", False), (64, "", True)):
         problem, tensors = latent_call((9, 0), size, eight_bits=rows != "")
+        problem = problem.but(max_scores=top)
         latent = {"latent_attention": latent_launch(problem, tensors)[0]}
         made += kernel_builds("hopper", "decode", problem, latent, limits(problem), (f"pages of {size}{rows}",))
     for dim, scales in ((128, False), (128, True), (64, False), (256, False)):
@@ -201,6 +203,8 @@ def _forward_problems() -> list[Problem]:
         (_FULL, {"varlen": True}),
         (_WINDOW, _EVERYTHING),
         (_CAUSAL, {"dropout_p": 0.1}),
+        (_CAUSAL, {"max_scores": True}),
+        (_FULL, {"max_scores": True}),
     ]
     others = [_problem(dim, band, **used) for dim in (64, 128, 256) for band, used in features]
     wide = ((96, 96), (192, 192), (192, 128), (160, 160), (128, 256))

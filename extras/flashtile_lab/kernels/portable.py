@@ -43,6 +43,7 @@ def builds(arch: str) -> list[KernelBuild]:
         _problem(arch, 128, _CAUSAL, varlen=True, num_heads_q=32),
         _problem(arch, 64, _FULL, mask=True, bias_dtype=torch.bfloat16, bias_grad=True, sinks=True),
         _problem(arch, 64, _CAUSAL, softcap=30.0, alibi=True, dropout_p=0.1),
+        _problem(arch, 128, _CAUSAL, max_scores=True),
         _problem(arch, 64, _CAUSAL, varlen=True, alibi=True, dropout_p=0.1, origins=True),
         _problem(arch, 128, Band(None, 0, 512), varlen=True),
         _problem(arch, 128, _CAUSAL, row_keys=True, key_rows=True, mirrored=True),

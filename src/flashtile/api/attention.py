@@ -41,18 +41,33 @@ operation.REGISTERS += [flops.register, sharding.register, plans.hide_backends]
 @overload
 def attention(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
-    *, return_lse: Literal[False] = False, **others: Unpack[Keywords],
+    *, return_lse: Literal[False] = False, return_max_scores: Literal[False] = False, **others: Unpack[Keywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
-    *, return_lse: Literal[True], **others: Unpack[Keywords],
+    *, return_lse: Literal[True], return_max_scores: Literal[False] = False, **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
-    *, return_lse: bool, **others: Unpack[Keywords],
+    *, return_lse: bool, return_max_scores: Literal[False] = False, **others: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
+    *, return_lse: Literal[False] = False, return_max_scores: Literal[True], **others: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
+    *, return_lse: Literal[True], return_max_scores: Literal[True], **others: Unpack[Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
+    *, return_lse: bool, return_max_scores: bool, **others: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def attention(
     q: Tensor | Quantized,
     k: Tensor | None = None,
@@ -75,8 +90,9 @@ def attention(
     backend: str | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
+    return_max_scores: bool = False,
     **_unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, ``softmax(softmax_scale * q @ k^T) @ v``, in memory linear in the sequence lengths.
 
     Args:
@@ -110,11 +126,15 @@ def attention(
         score_mod: ``f(score, b, h, q_idx, kv_idx)``, as of FlexAttention: what it returns takes a scaled score's place,
             before any softcap, slopes and bias. It is traced; tensors that it captures have gradients.
         mask_mod: ``f(b, h, q_idx, kv_idx)``: keeps a pair where it returns True, besides all other masks.
+        return_max_scores: Also return the largest score that each row keeps, after everything that changes scores;
+            sinks do not count. Has no gradient. For QK-clip: docs/training.md.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)`` in q's dtype, or ``(out, lse)`` with lse
         ``(batch, num_heads_q, seqlen_q)`` float32 (float64 for float64 inputs), natural log, sinks included. A row that
-        keeps no key has out 0 and lse -inf, or the sink.
+        keeps no key has out 0 and lse -inf, or the sink. With return_max_scores a tensor like lse is the last result,
+        ``(out, max_scores)`` or ``(out, lse, max_scores)``: -inf for a row that keeps no key, and NaN for one that
+        keeps a score of NaN or infinity.
 
     Raises:
         InvalidInputError: A ValueError that names the argument.
@@ -137,7 +157,7 @@ def attention(
             and attention_chunk is chunk_
             and alibi_slopes is attn_mask is attn_bias is sinks is None
             and block_mask is None and score_mod is None and mask_mod is None
-            and precision is None and return_lse is False
+            and precision is None and return_max_scores is False and return_lse is False
             and options.grads == (
                 (alone.q.requires_grad, alone.k.requires_grad, alone.v.requires_grad, False, False, ())
                 if torch.is_grad_enabled() else _NO_GRADS
@@ -148,13 +168,15 @@ def attention(
     if block_mask is not None:
         masked, mirrored, listed, mask_mod = masked_by(block_mask, mask_mod, q, k)
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, **masked)  # type: ignore[arg-type]
-    plain = Plain(softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored, listed)
+    numbers = softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk
+    plain = Plain(*numbers, mirrored, listed, return_max_scores)
     if not (precision is None and score_mod is None and mask_mod is None) or isinstance(q, Quantized):
         others = False, (None, None), (score_mod, mask_mod)
         return _less_common(tensors, Asked(precision, causal, window_size, return_lse, plain, *others))
     options = read(tensors, causal, window_size, return_lse, plain)
-    if not options.dropout_p and (window_size is None or type(window_size) is tuple) and not _is_compiling():
-        _last = options, causal, window_size, *plain[:6]
+    is_usual = (window_size is None or type(window_size) is tuple) and not return_max_scores
+    if is_usual and not options.dropout_p and not _is_compiling():
+        _last = options, causal, window_size, *numbers
     return _run(tensors, options, return_lse)
 
 
@@ -169,20 +191,38 @@ _last: tuple[Any, ...] = (Options(), object(), *[None] * 7)
 def attention_varlen(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    *, return_lse: Literal[False] = False, **others: Unpack[PackedKeywords],
+    *, return_lse: Literal[False] = False, return_max_scores: Literal[False] = False, **others: Unpack[PackedKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    *, return_lse: Literal[True], **others: Unpack[PackedKeywords],
+    *, return_lse: Literal[True], return_max_scores: Literal[False] = False, **others: Unpack[PackedKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    *, return_lse: bool, **others: Unpack[PackedKeywords],
+    *, return_lse: bool, return_max_scores: Literal[False] = False, **others: Unpack[PackedKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    *, return_lse: Literal[False] = False, return_max_scores: Literal[True], **others: Unpack[PackedKeywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    *, return_lse: Literal[True], return_max_scores: Literal[True], **others: Unpack[PackedKeywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    *, return_lse: bool, return_max_scores: bool, **others: Unpack[PackedKeywords],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def attention_varlen(
     q: Tensor | Quantized,
     k: Tensor | None = None,
@@ -210,8 +250,9 @@ def attention_varlen(
     backend: str | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
+    return_max_scores: bool = False,
     **_unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attention over sequences packed one after another; each sequence attends to itself only.
 
     q is ``(total_q, num_heads_q, head_dim)``, k ``(total_k, num_heads_kv, head_dim)``, v ``(total_k, num_heads_kv,
@@ -233,7 +274,8 @@ def attention_varlen(
     tensor of the call. As with PyTorch's out there is no gradient: it is refused where one is needed.
 
     Returns:
-        out ``(total_q, num_heads_q, head_dim_v)``, or ``(out, lse)`` with lse ``(num_heads_q, total_q)``.
+        out ``(total_q, num_heads_q, head_dim_v)``, or ``(out, lse)`` with lse ``(num_heads_q, total_q)``; with
+        return_max_scores a tensor like lse is the last result, as of ``attention``.
 
     Raises:
         InvalidInputError: A ValueError that names the argument.
@@ -247,7 +289,8 @@ def attention_varlen(
     tensors = Tensors(
         q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k, **masked  # type: ignore[arg-type]
     )  # fmt: skip
-    plain = Plain(softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, mirrored, listed)
+    numbers = softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk
+    plain = Plain(*numbers, mirrored, listed, return_max_scores)
     longest = (max_seqlen_q, max_seqlen_k)
     is_quantized = isinstance(q, Quantized)
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -259,7 +302,7 @@ def attention_varlen(
     return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse, out)
 
 
-def _less_common(tensors: Tensors, asked: Asked, out: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+def _less_common(tensors: Tensors, asked: Asked, out: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
     """A call in 8 bits, or with functions of the user's."""
     if asked.precision is not None or isinstance(tensors.q, Quantized):
         if out is not None:
@@ -279,14 +322,14 @@ def quantized_calls() -> Any:
 
 def _run(
     tensors: Tensors, options: Options, return_lse: bool, into: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     if autocast_is_on():
         tensors = autocast(tensors, tensors.q.device.type)
     if options.dropout_p > 0:
         sharding.refuse_dropout(tensors.q)
         tensors = dataclasses.replace(tensors, rng_state=dropout.drawn(tensors.q))
     if into is None:
-        out, lse = ops.attention(tensors, options, return_lse)
+        out, lse = ops.attention(tensors, options, return_lse or options.return_max_scores)
     else:
         check_tensor("out", into)
         if is_dtensor(into) or is_dtensor(tensors.q):
@@ -296,7 +339,7 @@ def _run(
         if torch.is_grad_enabled() and wanting:
             raise InvalidInputError("out", f"is given, but {wanting[0]} requires grad: use torch.no_grad()")
         out, lse = into, ops_into.attend(ops_into.IntoTensors(**vars(tensors), out=into), options)
-    return (out, states.in_one(lse, out)) if return_lse else out
+    return states.asked_for(out, lse, return_lse, options.return_max_scores)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

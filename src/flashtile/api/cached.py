@@ -16,26 +16,41 @@ from flashtile.call.cached_arguments import CacheTensors, read, tree_words
 from flashtile.call.cached_problem import check_apart, check_length, problem_of
 from flashtile.call.prepared import autocast, autocast_is_on
 from flashtile.core.errors import InvalidInputError, shown
-from flashtile.core.states import in_one
+from flashtile.core.states import asked_for
 from flashtile.masks import Intervals
 from flashtile.ops import cached as ops
 
 
 @overload
 def attention_with_kvcache(
-    q: Tensor | tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor,
-    *, cache_seqlens: Tensor | int, return_lse: Literal[False] = False, **others: Unpack[CacheKeywords],
+    q: Tensor | tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor | int,
+    return_lse: Literal[False] = False, return_max_scores: Literal[False] = False, **others: Unpack[CacheKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_with_kvcache(
-    q: Tensor | tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor,
-    *, cache_seqlens: Tensor | int, return_lse: Literal[True], **others: Unpack[CacheKeywords],
+    q: Tensor | tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor | int,
+    return_lse: Literal[True], return_max_scores: Literal[False] = False, **others: Unpack[CacheKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_with_kvcache(
-    q: Tensor | tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor,
-    *, cache_seqlens: Tensor | int, return_lse: bool, **others: Unpack[CacheKeywords],
+    q: Tensor | tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor | int,
+    return_lse: bool, return_max_scores: Literal[False] = False, **others: Unpack[CacheKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_with_kvcache(
+    q: Tensor | tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor | int,
+    return_lse: Literal[False] = False, return_max_scores: Literal[True], **others: Unpack[CacheKeywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_with_kvcache(
+    q: Tensor | tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor | int,
+    return_lse: Literal[True], return_max_scores: Literal[True], **others: Unpack[CacheKeywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_with_kvcache(
+    q: Tensor | tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor | int,
+    return_lse: bool, return_max_scores: bool, **others: Unpack[CacheKeywords],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def attention_with_kvcache(
     q: Tensor | tuple[Tensor, Tensor],
     k_cache: Tensor,
@@ -75,8 +90,9 @@ def attention_with_kvcache(
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
+    return_max_scores: bool = False,
     **_unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attention of new queries over keys and values in a cache, which may be in pages, with new keys appended first.
 
     Each sequence attends to its own keys. With L its length in the cache, new keys included, and seqlen_q its queries,
@@ -150,11 +166,13 @@ def attention_with_kvcache(
         return_lse: Also return the log-sum-exp of the scores.
         out: Where to write the output, in place of a new tensor: its shape, q's dtype, last dimension contiguous.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
+        return_max_scores: Also return the largest score that each row keeps, as of ``attention``.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)``, packed ``(total_q, num_heads_q, head_dim_v)``, in q's dtype;
         or ``(out, lse)`` with lse ``(batch, num_heads_q, seqlen_q)``, packed ``(num_heads_q, total_q)``, float32
-        (float64 for float64), natural log, sinks included. A row without keys has out 0 and lse -inf, or the sink.
+        (float64 for float64), natural log, sinks included. A row without keys has out 0 and lse -inf, or the sink. With
+        return_max_scores a tensor like lse is the last result, -inf for a row without keys.
 
     Raises:
         InvalidInputError: A ValueError that names the argument.
@@ -166,7 +184,10 @@ def attention_with_kvcache(
         raise refused("attention_with_kvcache", _more, _unknown)
     of_all, of_each = causality(causal)
     row_keys, key_rows, mirrored = (None, None, False) if block_mask is None else intervals_of(block_mask)
-    plain = max_seqlen_q, max_seqlen_k, softmax_scale, softcap, rotary_interleaved, backend, attention_chunk, mirrored
+    plain = (
+        max_seqlen_q, max_seqlen_k, softmax_scale, softcap, rotary_interleaved, backend, attention_chunk, mirrored,
+        return_max_scores,
+    )  # fmt: skip
     options = read(of_all, window_size, return_lse, plain)
     tensors = CacheTensors(
         out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]
@@ -180,7 +201,7 @@ def attention_with_kvcache(
         problem_of(tensors, options)
         check_apart(tensors)
     lse = ops.attend(tensors, options)
-    return (tensors.out, in_one(lse, tensors.out)) if return_lse else tensors.out
+    return asked_for(tensors.out, lse, return_lse, return_max_scores)
 
 
 def causality(causal: Any) -> tuple[Any, Tensor | None]:

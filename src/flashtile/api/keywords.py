@@ -1,4 +1,4 @@
-"""The keywords of the public functions as types, for the overloads by ``return_lse`` and for what takes any call's.
+"""The keywords of the public functions as types, for the overloads by results and for what takes any call's.
 
 And what score_mod and mask_mod are made into.
 """
@@ -32,7 +32,7 @@ _ELSEWHERE = {
 
 
 class Common(TypedDict, total=False):
-    """Keywords of every call, but ``causal`` and ``return_lse``."""
+    """Keywords of every call, but ``causal``, ``return_lse`` and ``return_max_scores``."""
 
     window_size: Sequence[int | None] | None
     softmax_scale: float | None
@@ -115,6 +115,7 @@ class AnyCall(Keywords, CachedCall, total=False):
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     return_lse: bool
+    return_max_scores: bool
 
 
 class Asked(NamedTuple):

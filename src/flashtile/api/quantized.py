@@ -70,6 +70,8 @@ def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
         raise InvalidInputError("block_mask", "is given, but does not go with 8 bits")
     if options.dropout_p > 0:
         raise InvalidInputError("dropout_p", f"is {options.dropout_p}, must be 0 in 8 bits")
+    if options.return_max_scores:
+        raise InvalidInputError("return_max_scores", "is True, but does not go with 8 bits")
     if options.attention_chunk is not None:
         raise InvalidInputError("attention_chunk", f"is {options.attention_chunk}, but does not go with 8 bits")
     if tensors is given:

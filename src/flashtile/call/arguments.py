@@ -230,6 +230,7 @@ class Options(NamedTuple):
     attention_chunk: Annotated[int | None, Argument("Keys of a chunk of the Band.", check=_chunk)] = None
     mirrored: Annotated[bool, Argument("Whether row_keys and key_rows are one mask.", check=flag)] = False
     listed: Annotated[tuple[int, ...], Argument("Rows and keys of a listed block; bits.", schema="int[]?")] = ()
+    return_max_scores: Annotated[bool, Argument("Whether lse comes with the largest scores.", check=flag)] = False
     # Not a keyword: what score_mod and mask_mod become.
     mods: Annotated[tuple[str, ...], Argument("Texts of mods.", schema="str[]?")] = ()
 
@@ -250,6 +251,7 @@ class Plain(NamedTuple):
     attention_chunk: Any = None
     mirrored: bool = False
     listed: tuple[int, ...] = ()
+    return_max_scores: Any = False
 
 
 def table(record: type) -> dict[str, Argument]:

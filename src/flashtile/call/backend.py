@@ -82,6 +82,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("mask_mod", "mask_mod (a function of the user's)", lambda p: p.mask_function is not None, _BUT_QUANTIZED),
     Feature("operand_grad", "gradients of tensors that a score_mod captures", lambda p: p.operand_grad),
+    Feature("max_scores", "largest scores (return_max_scores)", lambda p: p.max_scores, _BUT_QUANTIZED),
     Feature("unaligned", "inputs not aligned to 16 bytes", lambda p: not p.aligned, DIRECTIONS),
     Feature("pages", "caches in pages (page_table)", lambda p: p.page_size > 0, _DECODE),
     Feature("causal_each", "causal by sequence (a tensor)", lambda p: p.causal_each, _DECODE),
@@ -214,7 +215,8 @@ class Forward(Protocol):
         out: ``(batch, seqlen_q, num_heads_q, head_dim_v)``, or ``(total_q, num_heads_q, head_dim_v)``, in
             ``problem.out_dtype``, q's or float32, contiguous.
         lse: ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys. A
-            problem with ``large_scores`` has it in parts, as ``core.states.in_parts`` makes them; a partial's too.
+            problem with ``large_scores`` has it in parts, as ``core.states.in_parts`` makes them; a partial's too. A
+            problem with ``max_scores``, which has no partial, has ``core.states.with_max_scores`` of lse.
     """
 
     def __call__(
@@ -228,7 +230,7 @@ class Backward(Protocol):
 
     out and lse are results over all keys of the rows, also where the call has some of them: then what it computes is
     these keys' share of dq, and all of their dk and dv. out and dout are in q's dtype; dlse is None for zero. lse has
-    the shape in which the forward returns it, dlse never the dimension of its parts.
+    the shape in which the forward returns it, without largest scores; dlse never has the dimension of its parts.
 
     A plan takes ``sums`` if ``problem.grad_dtype`` is lse's dtype: dq, dk and dv in that dtype, contiguous, on
     16 bytes, those that ``problem.grads`` requests. It adds to them in place and returns them. Every element is added
@@ -265,7 +267,7 @@ class Chain:
 
 
 # The plan of a cached call: appends k and v to the caches if they are given, writes tensors.out in full, and returns a
-# new lse, ``problem.lse_shape``, ``problem.lse_dtype``, contiguous; natural log, -inf for a row without keys. The
+# new lse as ``Forward`` does. The
 # caches' last dimension is contiguous and their other strides are any, as are page_table's first and out's; q, k, v,
 # rotary_cos, rotary_sin and page_table are contiguous in their last dimension, the other tensors in all.
 Decode = Callable[[CacheTensors], Tensor]

@@ -100,6 +100,7 @@ class CacheOptions(NamedTuple):
     backend: Annotated[str, arguments.OPTIONS["backend"]] = ""
     attention_chunk: Annotated[int | None, arguments.OPTIONS["attention_chunk"]] = None
     mirrored: Annotated[bool, arguments.OPTIONS["mirrored"]] = False
+    return_max_scores: Annotated[bool, arguments.OPTIONS["return_max_scores"]] = False
     mods: Annotated[tuple[str, ...], arguments.OPTIONS["mods"]] = ()
 
     @property

@@ -53,7 +53,7 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
         score_function=functions.get("score"), mask_function=functions.get("mask"), tree=t.tree_mask is not None,
         causal_each=t.causal is not None, row_keys=t.row_keys is not None, key_rows=t.key_rows is not None,
         mirrored=o.mirrored, by_head=any(x is not None and holds(x.shape[1] > 1) for x in (t.row_keys, t.key_rows)),
-        rotary_interleaved=o.rotary_interleaved, **own,
+        rotary_interleaved=o.rotary_interleaved, max_scores=o.return_max_scores, **own,
     )  # fmt: skip
 
 

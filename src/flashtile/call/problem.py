@@ -84,6 +84,7 @@ class Problem:
         rotary_interleaved: Whether a cached call that rotates pairs features (2i, 2i + 1).
         qv: Whether a cached call adds scores of further queries with the values.
         row_scale: Whether these are latent rows of 656 bytes.
+        max_scores: Whether lse comes with the largest score of each row: ``core.states.with_max_scores``.
         gpu: Name of the GPU, for tiles that were measured on it; empty where it does not matter or is not here.
     """
 
@@ -127,6 +128,7 @@ class Problem:
     rotary_interleaved: bool = False
     qv: bool = False
     row_scale: bool = False
+    max_scores: bool = False
     gpu: str = ""
 
     @functools.cached_property
@@ -192,7 +194,8 @@ class Problem:
     def lse_shape(self, q: Tensor) -> tuple[int, ...]:
         """Shape of lse: ``(batch, num_heads_q, seqlen_q)``, or ``(num_heads_q, total_q)`` with total_q from q.
 
-        With ``large_scores`` a last dimension of 2 follows, the parts of ``core.states.in_parts``.
+        With ``large_scores`` a last dimension of 2 follows, the parts of ``core.states.in_parts``; largest scores are
+        not counted.
         """
         rows = (q.shape[1], q.shape[0]) if self.varlen else (q.shape[0], q.shape[2], q.shape[1])
         return (*rows, 2) if self.large_scores else rows
@@ -214,7 +217,7 @@ class Problem:
             mask=t.attn_mask is not None, row_keys=t.row_keys is not None, key_rows=t.key_rows is not None,
             mirrored=o.mirrored, by_head=any(x is not None and holds(x.shape[1] > 1) for x in by_head), listed=o.listed,
             origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
-            gpu=gpu_name(t.q.device),
+            gpu=gpu_name(t.q.device), max_scores=o.return_max_scores,
         )  # fmt: skip
 
     def resized(self, tensors: Tensors, options: Options) -> Problem:

@@ -74,14 +74,14 @@ def flex_attention(
         return_lse: Also return lse; use return_aux.
         kernel_options: Options of PyTorch's templates, by their names. They choose tiles, and promise properties that
             let templates leave out steps; no result depends on them, and flashtile has its own tiles.
-        return_aux: ``AuxRequest(lse=True)`` for ``(out, AuxOutput)``; max_scores is not supported.
+        return_aux: ``AuxRequest(lse=True, max_scores=True)``, or one of the two, for ``(out, AuxOutput)``.
 
     Returns:
-        out ``(B, Hq, L, Ev)``, rows first in memory; with lse ``(B, Hq, L)``, natural log.
+        out ``(B, Hq, L, Ev)``, rows first in memory; with lse and max_scores ``(B, Hq, L)``, natural log.
 
     Raises:
         ValueError: An argument does not fit, as in PyTorch.
-        UnsupportedError: max_scores, or no backend can run the call.
+        UnsupportedError: No backend can run the call.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.is_nested:
@@ -93,27 +93,28 @@ def flex_attention(
     _check_options(kernel_options)
     if return_aux is not None and return_lse:
         raise ValueError("Cannot specify both return_lse and return_aux: AuxRequest(lse=True) is what return_lse is")
-    if return_aux is not None and return_aux.max_scores:
-        raise UnsupportedError("return_aux: max_scores is not supported, of AuxRequest lse alone is")
     mask = _mask_of(block_mask, query, key)
     if query.shape[0] != key.shape[0]:
         _check_batch(query, key, block_mask)
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    wants_lse, wants_max = return_lse, False
+    if return_aux is not None:
+        wants_lse, wants_max = return_aux.lse, return_aux.max_scores
     slow = query.dtype == torch.float64 and query.device.type != "cpu"
     run: Any = attention_by_reference if slow else attention
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    found = run(q, k, v, score_mod=score_mod, block_mask=mask, softmax_scale=scale, return_lse=wants_lse)
-    out, lse = found if wants_lse else (found, None)
+    asked = {"return_lse": wants_lse, "return_max_scores": wants_max}
+    found = run(q, k, v, score_mod=score_mod, block_mask=mask, softmax_scale=scale, **asked)
+    out, *others = found if wants_lse or wants_max else (found,)
     out = out.transpose(1, 2)
     if return_aux is not None:
-        return out, AuxOutput(lse, None)
-    return (out, lse) if return_lse else out
+        return out, AuxOutput(others[0] if wants_lse else None, others[-1] if wants_max else None)
+    return (out, *others) if return_lse else out
 
 
 def attention_by_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **others: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_max_scores: bool = False, **others: Any
+) -> Tensor | tuple[Tensor, ...]:
     """``attention`` in q's dtype by ``flashtile.reference``, with autograd's gradients: slow, in quadratic memory.
 
     Args:
@@ -121,6 +122,7 @@ def attention_by_reference(
         k: See there.
         v: See there.
         return_lse: See there.
+        return_max_scores: See there.
         **others: See there.
 
     Raises:
@@ -128,9 +130,11 @@ def attention_by_reference(
     """
     tensors, asked, _ = asked_of("attention", (q, k, v), others)
     problem = Problem.of(tensors, options_of(tensors, asked))
-    out, lse = reference.attention(problem, tensors, torch.promote_types(q.dtype, torch.float32))
+    out, lse, max_scores = reference.with_max_scores(problem, tensors, torch.promote_types(q.dtype, torch.float32))
     out = out.to(q.dtype)
-    return (out, lse) if return_lse else out
+    if not return_max_scores:
+        return (out, lse) if return_lse else out
+    return (out, lse, max_scores) if return_lse else (out, max_scores)
 
 
 def create_block_mask(

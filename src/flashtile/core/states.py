@@ -57,6 +57,34 @@ def in_one(lse: Tensor, out: Tensor) -> Tensor:
     return lse[..., 0].contiguous() if lse.dim() == out.dim() else lse
 
 
+def with_max_scores(lse: Tensor, max_scores: Tensor) -> Tensor:
+    """Lse and the largest scores of its rows as one tensor, with a last dimension of 2: what operators return.
+
+    Each of the two lies in memory as it would alone, so kernels know neither of the other.
+
+    Args:
+        lse: ``(..., rows)``, or ``(..., rows, 2)``, ``in_parts``.
+        max_scores: ``(..., rows)`` in lse's dtype, -inf for a row without keys. Each part of lse gets them.
+    """
+    if max_scores.dim() < lse.dim():
+        max_scores = max_scores[..., None].expand(lse.shape)
+    return torch.stack([lse, max_scores]).movedim(0, -1)
+
+
+def without_max_scores(lse: Tensor) -> Tensor:
+    """Lse, or its gradient, out of ``with_max_scores``; contiguous."""
+    return lse[..., 0].contiguous()
+
+
+def asked_for(out: Tensor, lse: Tensor, with_lse: bool, with_max_scores: bool) -> Tensor | tuple[Tensor, ...]:
+    """What a public function returns, of an operator's out and lse."""
+    if not with_max_scores:
+        return (out, in_one(lse, out)) if with_lse else out
+    # An element of several parts: the first.
+    max_scores = in_one(lse[..., 1].detach(), out).contiguous()
+    return (out, in_one(without_max_scores(lse), out), max_scores) if with_lse else (out, max_scores)
+
+
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merges the states of two disjoint sets of keys; (0, -inf) is the empty state. Differentiable in all four.
 

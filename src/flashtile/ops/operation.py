@@ -217,7 +217,10 @@ class Operation(Generic[T, S]):
         t, o = self.unflatten(args)
         problem, q = self.problem_of(t, o), t.q  # type: ignore[attr-defined]
         out = q.new_empty((*q.shape[:-1], problem.head_dim_v), dtype=problem.out_dtype)
-        return out, q.new_empty(problem.lse_shape(q), dtype=problem.lse_dtype)
+        shape = problem.lse_shape(q)
+        if problem.max_scores:  # ``states.with_max_scores``, which lie one after the other
+            return out, q.new_empty((2, *shape), dtype=problem.lse_dtype).movedim(0, -1)
+        return out, q.new_empty(shape, dtype=problem.lse_dtype)
 
     def run(self, *args: Any) -> Any:
         """A kernel for ``define``: runs the call of these arguments."""

@@ -26,7 +26,7 @@ from flashtile.call.problem import Problem, check_values
 from flashtile.call.quantized_call import QuantizedOptions, QuantizedTensors
 from flashtile.core import settings
 from flashtile.core.sizes import is_dense
-from flashtile.core.states import in_one
+from flashtile.core.states import in_one, without_max_scores
 from flashtile.ops import flops, plans
 from flashtile.ops.operation import Operation, PlannedCall, is_watched
 from flashtile.ops.plans import layout
@@ -41,7 +41,7 @@ def attention(tensors: Tensors, options: Options, with_lse: bool = True) -> tupl
         with_lse: Whether the caller uses lse; if not, autograd does not track it.
 
     Returns:
-        out and lse, as in ``call.backend.Forward``; ``states.in_one`` takes the first of lse's parts. Without
+        out and lse, as in ``call.backend.Forward``; ``states.asked_for`` makes what the caller returns of them. Without
         ``with_lse`` lse may be None.
     """
     found: Any
@@ -182,6 +182,11 @@ def watched_gradients(options: Options, t: Tensors, *others: Tensor | None) -> t
     return *named, *(None if x is None else next(shares).view(x.shape).to(x.dtype) for x in asked)
 
 
+def plain_gradient(dlse: Tensor, out: Tensor, options: Options) -> Tensor:
+    """The gradient of lse alone: its other parts and the largest scores have none."""
+    return in_one(without_max_scores(dlse) if options.return_max_scores else dlse, out)
+
+
 def _operands_wanted(t: Tensors, options: Options) -> list[Tensor | None]:
     """The operands that need a gradient; None in the place of others."""
     operands = t.operands or ()
@@ -255,7 +260,8 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor] | Tensor:
         call, t, with_lse = given
         out, lse = call.run(t)
-        ctx.save_for_backward(*(inputs if is_plain(t) else flat_tensors(t)), out, lse)
+        saved = without_max_scores(lse) if call.options.return_max_scores else lse
+        ctx.save_for_backward(*(inputs if is_plain(t) else flat_tensors(t)), out, saved)
         ctx.call, ctx.numbers = call, t.numbers
         ctx.set_materialize_grads(False)
         return (out, lse) if with_lse else out
@@ -268,7 +274,7 @@ class _Attention(torch.autograd.Function):
         tensors = of_flat((q, k, v, *others), ctx.numbers) if others else Tensors(q, k, v)
         watched = torch.is_grad_enabled() or is_watched(q, k, v) or _is_special(dout) or _is_special(dlse)
         dout = torch.zeros_like(out) if dout is None else dout
-        dlse = None if dlse is None else in_one(dlse, out)
+        dlse = None if dlse is None else plain_gradient(dlse, out, call.options)
         if watched:
             grads = watched_gradients(call.options, tensors, out, lse, dout, dlse)
         else:

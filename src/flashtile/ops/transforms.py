@@ -24,7 +24,7 @@ from flashtile.call.arguments import (
 )
 from flashtile.call.problem import Problem
 from flashtile.core.errors import InvalidInputError, UnsupportedError
-from flashtile.core.states import in_one
+from flashtile.core.states import with_max_scores, without_max_scores
 from flashtile.ops import operation
 from flashtile.ops import operators as ops
 from flashtile.ops.operation import LIBRARY, Operator
@@ -53,7 +53,8 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, below: _Below, options: Options, t: Tensors, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = below(*ops.REGULAR.flatten(t, options))
-        ctx.save_for_backward(*ops.flat_tensors(t), out, lse)
+        saved = without_max_scores(lse) if options.return_max_scores else lse
+        ctx.save_for_backward(*ops.flat_tensors(t), out, saved)
         ctx.options, ctx.numbers = options, t.numbers
         ctx.set_materialize_grads(False)
         return out, lse
@@ -63,7 +64,7 @@ class _Reverse(torch.autograd.Function):
         *inputs, out, lse = ctx.saved_tensors
         options = ctx.options._replace(grads=grads_of("grads", ctx.needs_input_grad[3:]))
         dout = torch.zeros_like(out) if dout is None else dout
-        dlse = None if dlse is None else in_one(dlse, out)
+        dlse = None if dlse is None else ops.plain_gradient(dlse, out, options)
         t = ops.of_flat(inputs, ctx.numbers)
         return None, None, None, *ops.watched_gradients(options, t, out, lse, dout, dlse)
 
@@ -174,9 +175,12 @@ def _forward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
         raise InvalidInputError("alibi_slopes", "has a tangent, but slopes have no derivative; use attn_bias")
     if of["operands"] is not None:
         raise UnsupportedError("score_mod: no forward-mode derivative of the tensors that it captures")
-    dout, dlse = ops.JVP.overload(*(of[name] for name in GRADIENTS), out, lse, *primals)
-    if lse.dim() == out.dim():  # what rounding lse lost has no derivative
+    alone = without_max_scores(lse) if options.return_max_scores else lse
+    dout, dlse = ops.JVP.overload(*(of[name] for name in GRADIENTS), out, alone, *primals)
+    if alone.dim() == out.dim():  # what rounding lse lost has no derivative
         dlse = torch.stack([dlse, torch.zeros_like(dlse)], dim=-1)
+    if options.return_max_scores:  # nor have largest scores
+        dlse = with_max_scores(dlse, torch.zeros_like(dlse))
     return forward_ad.make_dual(out, dout, level=0), forward_ad.make_dual(lse, dlse, level=0)
 
 

@@ -15,6 +15,7 @@ from flashtile.backends import cpu
 from flashtile.core.masks import Band
 from flashtile.core.states import Partial
 from tests.cases import CASES, Case, build, judge, results
+from tests.maxima import judge_maxima
 from tests.mods.calls import with_functions
 from tests.partials import BANDS, CHAINS, judge_chain, judge_rows_without_keys
 from tests.poison import poisoned_memory
@@ -29,6 +30,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case, dtype: torch.dtype) -> None:
     judge(build(case, dtype), "cpu")
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_largest_scores(case: Case, dtype: torch.dtype) -> None:
+    judge_maxima(build(case, dtype), "cpu")
 
 
 # Sums over so many rows, keys or heads that rounding them to 16 bits after each block would show.

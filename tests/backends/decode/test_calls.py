@@ -16,6 +16,7 @@ from tests.kvcache.alone import invariance_cases, judge_alone
 from tests.kvcache.cases import CASES, CacheCase, build, judge
 from tests.kvcache.functions import HUGE, KINDS, LENGTHS, error, huge_error
 from tests.kvcache.test_trees import CHAINS, assert_chains_are_causal
+from tests.maxima import judge_cached_maxima
 from tests.slow import named, slow_but
 
 
@@ -23,6 +24,23 @@ from tests.slow import named, slow_but
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: CacheCase) -> None:
     judge(build(case, torch.float16), "portable")
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_largest_scores(case: CacheCase) -> None:
+    judge_cached_maxima(build(case, torch.float16), build(case, torch.float16), "portable")
+
+
+SPLIT = ("steps", "chunk", "sinks", "pages_of_16", "alibi", "packed_mixed", "tree_pages")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in SPLIT], ids=str)
+def test_largest_scores_of_splits(case: CacheCase) -> None:
+    splitting = SplitRule(programs=40, fewest_keys=16, most_keys=32, most_splits=12, run=3)
+    with trial(decode=DecodeTiles(16, 16, 4, 1, 3, splitting)):
+        judge_cached_maxima(build(case, torch.float32), build(case, torch.float32), "portable")
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from flashtile.backends.hopper.big_heads import config
 from flashtile.call.problem import described
 from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case, build, judge
+from tests.maxima import judge_maxima
 from tests.partials import judge_chain
 from tests.poison import poisoned_memory
 from tests.ptx import hopper as compiled
@@ -41,6 +42,13 @@ CHAINS = (
 def test_numbers(case: Case, dtype: torch.dtype) -> None:
     with on_cpu(len(case.name), 2):
         judge(build(replace(case, wanted=""), dtype), "hopper")
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_largest_scores(case: Case) -> None:
+    with on_cpu(len(case.name), 2):
+        judge_maxima(build(replace(case, wanted=""), torch.bfloat16), "hopper")
 
 
 @pytest.mark.parametrize("shard", slow_but(range(30), lambda shard: shard < 1))

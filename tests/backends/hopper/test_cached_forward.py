@@ -31,6 +31,7 @@ from tests.backends.hopper.emulated import on_cpu
 from tests.emulator.language import Language
 from tests.emulator.values import value_of
 from tests.kvcache.cases import CacheCase, build, judge
+from tests.maxima import judge_cached_maxima
 from tests.poison import poisoned_memory
 from tests.ptx import hopper
 from tests.ptx.machine import Options
@@ -211,6 +212,15 @@ def judge_bits(case: CacheCase, seed: int, leaves: tuple[int, int] | None) -> No
                 torch.testing.assert_close(own, want_lse, rtol=2**-22, atol=0)
     # Rows that belong to no sequence.
     assert not case.spare or not tensors.out[at:].any()
+
+
+# Those without new keys, which Triton's kernel appends.
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.appends])
+def test_largest_scores(name: str) -> None:
+    with on_cpu(seed=3, num_sms=2), mock.patch.object(cached, "cached_launch", wraps=cached.cached_launch) as started:
+        judge_cached_maxima(*(build(CASES[name], torch.bfloat16) for _ in range(2)), "hopper")
+    assert started.called
 
 
 @pytest.mark.one_in(3)

@@ -21,6 +21,7 @@ from tests.backends.hopper.emulated import on_cpu
 from tests.cases import CASES, Case, build, judge, one_sign
 from tests.fuzz.drawn import Kind
 from tests.fuzz.judged import fuzz
+from tests.maxima import judge_maxima
 from tests.problems import banded_problem
 from tests.quantization import cases as quantization
 from tests.quantization.cases import QuantizedCase
@@ -116,6 +117,11 @@ SIGNS = [(dim, kwargs, sign) for dim in (64, 128, 256) for kwargs in ({}, {"caus
          for sign in (-1.0, 1.0)]  # fmt: skip
 
 
+def _few(case: Case) -> str | None:
+    """The leaves of a test of a forward's: all of a few cases, whose backward runs too."""
+    return None if case.name in ("full", "group_causal", "varlen_spare") else ""
+
+
 def _seed(case: Case) -> int:
     return zlib.crc32(case.name.encode())
 
@@ -125,6 +131,30 @@ def _seed(case: Case) -> int:
 def test_the_case_table(case: Case) -> None:
     with on_cpu(_seed(case)):
         judge(build(case, torch.float16), "hopper")
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_largest_scores(case: Case) -> None:
+    with on_cpu(_seed(case)):
+        judge_maxima(build(dataclasses.replace(case, wanted=_few(case)), torch.float16), "hopper")
+
+
+# The repair of packed rows past the last sequence reads a slope past the last one, and the emulator refuses that.
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("case", [case for case in LONG if case.name != "varlen_mods"], ids=str)
+def test_largest_scores_of_many_tiles(case: Case) -> None:
+    with on_cpu(_seed(case), num_sms=2):
+        judge_maxima(build(dataclasses.replace(case, wanted=""), torch.bfloat16), "hopper")
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_largest_scores_of_one_sign(dim: int, sign: float) -> None:
+    """The maximum is an integer's, of either sign."""
+    case = Case("one_sign", batch=1, seqlen_q=150, seqlen_k=300, heads=1, kv_heads=1, head_dim=dim)
+    with on_cpu(seed=1):
+        judge_maxima(one_sign(build(case, torch.bfloat16), sign), "hopper", gradients=False)
 
 
 # Shapes of biases and masks over 300 queries and 272 keys, which TMA can read, of 2 sequences and 2 heads.

@@ -20,6 +20,7 @@ from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.kvcache.cases import CacheCase, build, judge
 from tests.kvcache.cases import latent_case as case_of
+from tests.maxima import judge_cached_maxima
 
 CASES = (
     case_of("one", (300,)),
@@ -72,6 +73,13 @@ IN_TURN = [
 def test_numbers(case: CacheCase, num_sms: int) -> None:
     with on_cpu(seed=num_sms), running(num_sms):
         judge(build(case, torch.bfloat16), "hopper")
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_largest_scores(case: CacheCase) -> None:
+    with on_cpu(seed=3), running(4):
+        judge_cached_maxima(build(case, torch.bfloat16), build(case, torch.bfloat16), "hopper")
 
 
 def rows_of(case: CacheCase) -> CacheCase:

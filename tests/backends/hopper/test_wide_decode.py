@@ -26,6 +26,7 @@ from tests.backends.hopper.emulated import on_cpu
 from tests.cases import Case
 from tests.kvcache.alone import judge_alone
 from tests.kvcache.cases import CacheCall, CacheCase, build, judge
+from tests.maxima import judge_cached_maxima
 from tests.ptx import hopper
 from tests.ptx.machine import Options
 from tests.slow import slow_but
@@ -81,6 +82,13 @@ RUNS = [
 def test_numbers(case: CacheCase, rule: SplitRule) -> None:
     with on_cpu(seed=len(case.sequences)), running(case, rule):
         judge(build(case, torch.bfloat16), "hopper")
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_largest_scores(case: CacheCase) -> None:
+    with on_cpu(seed=2), running(case, RULES["runs"]):
+        judge_cached_maxima(build(case, torch.bfloat16), build(case, torch.bfloat16), "hopper")
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -23,6 +23,7 @@ from flashtile.core.states import in_one
 from flashtile.ops import plans as kept
 from tests.backends.portable import plans
 from tests.cases import CASES, Case, assert_forward_right, build, judge
+from tests.maxima import judge_maxima
 from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory
 from tests.problems import banded_problem
@@ -41,6 +42,18 @@ LOW_PRECISION = [
 @pytest.mark.parametrize("case", slow_but(CASES, lambda case: case.name != "many_in_a_group"), ids=str)
 def test_the_case_table(case: Case) -> None:
     judge(build(case, torch.float32), "portable")
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("case", slow_but(CASES, lambda case: case.name != "many_in_a_group"), ids=str)
+def test_largest_scores(case: Case) -> None:
+    judge_maxima(build(case, torch.float32), "portable", gradients=case.name in ("causal", "bias", "varlen_features"))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", LOW_PRECISION, ids=str)
+def test_largest_scores_in_low_precision(case: Case) -> None:
+    judge_maxima(build(case, torch.float16), "portable", gradients=False)
 
 
 @pytest.mark.one_in(5)

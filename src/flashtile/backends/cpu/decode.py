@@ -19,6 +19,7 @@ from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors, first_of, 
 from flashtile.call.cached_problem import bands_of, lengths_of
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.rotary import apply_rotary
+from flashtile.core import states
 from flashtile.core.masks import Band
 
 _NO_OPTIONS = Options()
@@ -50,6 +51,8 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         _append(problem, t, old, new, firsts)
     queries = _queries(problem, t, firsts, bands)
     lse = t.q.new_full(problem.lse_shape(t.q), -torch.inf, dtype=problem.lse_dtype)
+    found = states.with_max_scores(lse, lse) if problem.max_scores else lse
+    lse = found[..., 0] if problem.max_scores else lse
     if problem.large_scores:
         lse[..., 1] = 0.0
     bounds = None if t.cu_seqlens_q is None else t.cu_seqlens_q.tolist()
@@ -85,9 +88,10 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         out, sums = forward.forward(of_one.resized(call, _NO_OPTIONS), call, first=b)
         t.out[rows].copy_(out[0])
         # With a tree the slopes became a bias, and lse has two parts, which the call itself does not have.
-        sums = sums if problem.large_scores == of_one.large_scores else sums[..., 0]
-        lse[rows if bounds is None else (slice(None), rows)].copy_(sums[0])
-    return lse
+        has_others = of_one.large_scores and not problem.large_scores
+        sums = sums.select(3, 0) if has_others else sums
+        found[rows if bounds is None else (slice(None), rows)].copy_(sums[0])
+    return found
 
 
 def _on_a_line(rows: Tensor) -> Tensor:

@@ -25,6 +25,9 @@ def forward(
 
     For a user's functions, sequences are numbered from ``first``.
     """
+    if problem.max_scores:
+        out, lse = forward(problem.but(max_scores=False), tensors, None, into, first)
+        return out, states.with_max_scores(lse, max_scores(problem, tensors, first))
     if partial is None and problem.out_dtype == problem.dtype:
         return _forward(problem, tensors, first)
     # PyTorch's kernel rounds its results to the inputs' dtype.
@@ -58,6 +61,20 @@ def _forward(problem: Problem, tensors: Tensors, first: int) -> State:
         if tensors.sinks is not None:
             add_sinks(out_rows, lse_rows, tensors.sinks)
     return state or _empty_state(problem, q)
+
+
+def max_scores(problem: Problem, tensors: Tensors, first: int = 0) -> Tensor:
+    """The largest score that each row keeps: rule 31. PyTorch's kernel does not tell, so scores are computed again."""
+    plain = problem.but(max_scores=False, bias_dtype=None, score_function=None)
+    found = tensors.q.new_full(plain.lse_shape(tensors.q), -torch.inf, dtype=problem.lse_dtype)
+    t = dataclasses.replace(tensors, rng_state=None)
+    for path in paths(problem, t, False, keep_local=True, first=first):
+        rows = path.seq.lse_view(found)
+        for block in path.blocks:
+            span = rows[:, :, slice(*block[0].rows)]
+            for rectangle in block:
+                span.copy_(torch.maximum(span, tiles.scores(problem, t, path.seq, rectangle).final.amax(dim=-1)))
+    return found.masked_fill_(found == torch.inf, torch.nan)
 
 
 def _empty_state(problem: Problem, q: Tensor) -> State:

@@ -80,6 +80,11 @@ class EmptyPlan(functools.partial[Any]):
 class ForwardPlan(Plan):
     """A forward, as ``call.backend.Forward`` and ``QuantizedForward`` say; its kind: whether it merges a partial."""
 
+    def __init__(self, *given: Any, max_scores: Callable[[], Tensor] | None = None) -> None:
+        """As ``Plan``; max_scores: ``max_scores_memory``, for a call that returns them."""
+        super().__init__(*given)
+        self._max_scores = max_scores
+
     def __call__(
         self, tensors: Any, partial: Partial | None = None, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -89,6 +94,9 @@ class ForwardPlan(Plan):
             made["out"] = into
         if partial is not None:
             made["partial_out"], made["partial_lse"] = partial.out, partial.lse
+        if self._max_scores is not None:
+            lse = with_max_scores(made, self._max_scores)
+            return self.run(tensors, made)["out"], lse
         self.run(tensors, made, partial is not None)
         return made["out"], made["lse"]
 
@@ -104,6 +112,18 @@ def forward_memory(problem: Problem, t: Any) -> Memory:
     if p.intervals:
         memory["bounds"] = empty(q.device, (most_bounds(p, t),), torch.int32)
     return memory
+
+
+def max_scores_memory(problem: Problem, q: Tensor) -> Callable[[], Tensor] | None:
+    """A function that makes lse and the largest scores, one after the other; None for a call without the latter."""
+    return empty(q.device, (2, *problem.lse_shape(q))) if problem.max_scores else None
+
+
+def with_max_scores(made: Made, allocate: Callable[[], Tensor]) -> Tensor:
+    """``core.states.with_max_scores`` in new memory, where a call's launches find their two operands."""
+    found = allocate()
+    made["lse"], made["max_scores"] = found.unbind()
+    return found.movedim(0, -1)
 
 
 class BackwardPlan(Plan):

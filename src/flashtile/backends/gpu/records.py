@@ -45,6 +45,11 @@ def rows_of(
     return Rows(pointer(tensor, name), desc, batch, row, head, tensor.shape[-1], block_dim, vector, len(strides) == 3)
 
 
+def max_scores_of(problem: Problem) -> Pointer | None:
+    """Where the largest scores go: after lse, so on any address; None for a call that does not ask for them."""
+    return Pointer(torch.float32, "max_scores", aligned=False) if problem.max_scores else None
+
+
 def score_strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides of a mask or a bias over (batch, head, row, key), 0 where it broadcasts."""
     own = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -165,6 +165,7 @@ KERNELS = (
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks"})
 _BOTH = _COMMON | {
     "alibi", "chunk", "mask", "bias", "dropout", "deterministic", "intervals", "block_lists", "score_mod", "mask_mod",
+    "max_scores",
 }  # fmt: skip
 _LISTS = (
     Limit("block lists of blocks that are no multiples of 128", lambda p: any(n % 128 for n in p.listed[:2])),
@@ -201,7 +202,8 @@ ABLE: dict[Direction, Capabilities] = {
     "decode": dataclasses.replace(
         _FORWARD, head_dim_multiple=1, slow_if_tiny=False, limits=(ODD_FLOAT8_CACHE,),
         features=_COMMON
-        | {"alibi", "chunk", "unaligned", "pages", "float8_cache", "float8_rows", "tree_mask", "causal_each", "qv"},
+        | {"alibi", "chunk", "unaligned", "pages", "float8_cache", "float8_rows", "tree_mask", "causal_each", "qv"}
+        | {"max_scores"},
     ),
     "quantized": dataclasses.replace(
         _FORWARD, max_head_dim=256, dtypes=(FLOAT8,), head_dim_multiple=16, slow_if_tiny=False, features=_COMMON,

@@ -11,7 +11,7 @@ from flashtile.backends.gpu.device.records import LOG2_E, Call, Heads, KeyBand, 
 from flashtile.backends.gpu.launch import Const, Pointer, TensorMap, pointer
 from flashtile.backends.gpu.masks import Masks
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.records import dropout_of, functions_of, named, score_strides
+from flashtile.backends.gpu.records import dropout_of, functions_of, max_scores_of, named, score_strides
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import ForwardSchedule, Keys, Mods, Output, PairTensor, Slopes
 from flashtile.call.problem import Problem, Tensors
@@ -52,7 +52,7 @@ def output_of(problem: Problem, box: TensorMap | None, block_dim: int, is_joined
     return Output(
         box, Pointer(torch.float32, "out") if box is None else None,
         Pointer(torch.float32, "lse"), partial_out, partial_lse, dim, block_dim, problem.varlen,
-        2 if problem.large_scores else 1,
+        2 if problem.large_scores else 1, max_scores_of(problem),
     )  # fmt: skip
 
 

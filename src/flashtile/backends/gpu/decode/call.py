@@ -79,12 +79,14 @@ class DecodeResults(NamedTuple):
         acc: float32 [slots, head_dim_v]: a row's sum of one split, unnormalised; None if nothing is ever split.
         stats: float32 [slots, 2]: its maximum, as ``softmax.update`` has it, and its denominator.
         counters: int32, two for each tile, see ``kernel.share_tile``; the first is 0 between launches.
+        max_scores: Like lse: the largest score of each row, of a pair the first; None unless asked for.
     """
 
     lse: Any
     acc: Any
     stats: Any
     counters: Any
+    max_scores: Any = None
 
 
 class Splitting(NamedTuple):

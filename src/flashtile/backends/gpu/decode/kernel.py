@@ -458,6 +458,7 @@ def finish(acc, row_max, row_sum, b, place, packed, col, shape, call, writes_lse
     Where several callers finish columns of the same rows, one ``writes_lse``.
     """
     row, h, exists = work.rows_of_tile(packed, place.h_kv, shape.num_rows, call.GROUP)
+    top, total = row_max, row_sum
     if call.cache.scales.EIGHT_BIT:
         acc *= eight_bit.scale_of(call.cache.scales.v, place, call)
     if call.sinks is not None:
@@ -479,6 +480,9 @@ def finish(acc, row_max, row_sum, b, place, packed, col, shape, call, writes_lse
     tl.store(call.out.ptr + at[:, None] + col, out, mask=exists[:, None] & (col < call.out.DIM))
     if writes_lse:
         softmax.store_lse(call.results.lse, lse_at, lse, exists, call.mods.LARGE)
+        if call.results.max_scores is not None:
+            top_at = call.results.max_scores + lse_at * (2 if call.mods.LARGE else 1)
+            tl.store(top_at, softmax.largest(top, total, call.mods.LARGE), mask=exists)
 
 
 @triton.jit

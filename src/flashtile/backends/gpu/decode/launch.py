@@ -16,7 +16,7 @@ from flashtile.backends.gpu.decode.config import DecodeTiles, choose
 from flashtile.backends.gpu.host import kept
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.plan import Memory, Plan, empty
+from flashtile.backends.gpu.plan import Made, Memory, Plan, empty, max_scores_memory, with_max_scores
 from flashtile.backends.gpu.records import multiprocessors
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Gpu, Problem
@@ -46,10 +46,17 @@ Attend = Callable[[Problem, CacheTensors], list[Attention]]
 class DecodePlan(Plan):
     """Attention over a cache, of calls with the same layouts and options; see ``call.backend.Decode``."""
 
+    def __init__(self, *given: Any, max_scores: Callable[[], Tensor] | None) -> None:
+        """As ``Plan``; max_scores: ``max_scores_memory``."""
+        super().__init__(*given)
+        self._max_scores = max_scores
+
     def __call__(self, tensors: CacheTensors) -> Tensor:
         """Appends if there are new keys, writes ``tensors.out``, returns lse."""
-        lse: Tensor = self.run(tensors, {})["lse"]
-        return lse
+        made: Made = {}
+        both = None if self._max_scores is None else with_max_scores(made, self._max_scores)
+        lse: Tensor = self.run(tensors, made)["lse"]
+        return lse if both is None else both
 
 
 def plan(problem: Problem, tensors: CacheTensors, attend: Attend) -> DecodePlan:
@@ -69,7 +76,7 @@ def plan(problem: Problem, tensors: CacheTensors, attend: Attend) -> DecodePlan:
         appends = [] if t.k is None else [append_launch(problem, t)]
         return memory, {launch.kernel.__name__: launch for launch in (*appends, *(each.launch for each in made))}
 
-    return DecodePlan(tensors.q.device, prepare)
+    return DecodePlan(tensors.q.device, prepare, max_scores=max_scores_memory(problem, tensors.q))
 
 
 def attend(problem: Problem, tensors: CacheTensors, *, few: bool = False) -> list[Attention]:

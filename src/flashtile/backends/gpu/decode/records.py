@@ -23,7 +23,7 @@ from flashtile.backends.gpu.device.records import KeyBand, Mod, Mods, Rows, Sequ
 from flashtile.backends.gpu.launch import Pointer, pointer
 from flashtile.backends.gpu.masks import intervals_of
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.records import alibi_of, functions_of, indices, named, rows_of, softcap_of
+from flashtile.backends.gpu.records import alibi_of, functions_of, indices, max_scores_of, named, rows_of, softcap_of
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
@@ -52,10 +52,10 @@ def call_of(
     block_d, block_dv = padded(p.head_dim, least), padded(p.head_dim_v, least)
     block_d, block_dv = max(block_d, min(block_dv, 64)), max(block_dv, min(block_d, 64))
     cache = cache_of(p, t, None if config.specialised else torch.int16, block_d, block_dv)
-    results = DecodeResults(Pointer(torch.float32, "lse"), None, None, None)
+    results = DecodeResults(Pointer(torch.float32, "lse"), None, None, None, max_scores_of(p))
     if slots:
-        stats = Pointer(torch.float32, "acc", 4 * slots * p.head_dim_v)
-        results = DecodeResults(results.lse, Pointer(torch.float32, "acc"), stats, Pointer(torch.int32, "counters"))
+        acc, counters = Pointer(torch.float32, "acc"), Pointer(torch.int32, "counters")
+        results = results._replace(acc=acc, stats=acc._replace(offset=4 * slots * p.head_dim_v), counters=counters)
     return DecodeCall(
         rows_of(*queries_of(t), block_d), rows_of("out", t.out, block_dv),
         _queries(p, t), cache, _mods(p, t), results, _schedule(p, config, heads_in_step, few),

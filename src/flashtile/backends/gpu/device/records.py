@@ -94,12 +94,14 @@ class Output(NamedTuple):
         lse: Contiguous (batch, num_heads_q, rows) float32; with ``Mods.LARGE`` in two parts, (..., rows, 2).
         partial_out: Like out: the output over other keys, or None.
         partial_lse: Like lse: the lse over those keys.
+        max_scores: Like lse: the largest score of each row, with LARGE in the first part alone; None unless asked for.
     """
 
     out: Any
     lse: Any
     partial_out: Any
     partial_lse: Any
+    max_scores: Any = None
 
 
 class BlockScale(NamedTuple):

@@ -120,6 +120,16 @@ def finalise(row_max, row_sum, LARGE: tl.constexpr = False):
 
 
 @triton.jit
+def largest(row_max, row_sum, LARGE: tl.constexpr = False):
+    """The largest score of each row [BLOCK_M] in natural units, from its state without a sink; -inf for an empty row.
+
+    NaN for a row with a score of NaN or infinity: maxima pass over NaN, sums do not.
+    """
+    top = row_max if LARGE else row_max * LN_2
+    return tl.where(row_sum == row_sum, top, row_sum)
+
+
+@triton.jit
 def in_parts(top, log_sum, empty):
     """``flashtile.core.states.in_parts``."""
     lse = top + log_sum

@@ -22,7 +22,7 @@ from flashtile.backends.hopper.device.parts import (
     zero_accumulators,
 )
 from flashtile.backends.hopper.device.ring import Records, Ring
-from flashtile.backends.hopper.forward.roles import join_partial, row_results
+from flashtile.backends.hopper.forward.roles import join_partial, row_results, store_max_scores
 from flashtile.backends.hopper.forward.scheduler import key_rows, lse_at, queries_of, query_rows, row_segments
 from flashtile.backends.hopper.forward.softmax_step import (
     KeyLoop,
@@ -217,6 +217,7 @@ def scorer(rings, call, output, schedule, columns, mod):
         where = query_rows(records, tiles, call)
         _, heads = queries_of(records, tiles, rows, call, schedule, 0)
         scale, lse = row_results(row_max, row_sum, where, heads, call, schedule)
+        store_max_scores(row_max, row_sum, records, tiles, call, output, schedule, 0)
         rings.probs.claim(used + 1 + tiles)
         rings.factors.index(rings.probs.stage(used + 1 + tiles)).store(scale)
         rings.lse.store(lse)

@@ -176,6 +176,7 @@ class Output(NamedTuple):
         PACKED: As in ``Rows``.
         LSE_PARTS: The number of parts of a row's lse, here and in partial_lse: 2 with ``Problem.large_scores``. Kernels
             use the first part alone. A repair then stores the other parts, and the results that these kernels lose.
+        max_scores: Like lse: the largest score of each row, in its first part; None unless asked for.
     """
 
     desc: Any
@@ -187,6 +188,7 @@ class Output(NamedTuple):
     BLOCK_DIM: Any
     PACKED: Any
     LSE_PARTS: Any = 1
+    max_scores: Any = None
 
 
 class ForwardSchedule(NamedTuple):

@@ -16,7 +16,7 @@ from flashtile.backends.gpu.host import kept
 from flashtile.backends.gpu.launch import Launch, TensorMap
 from flashtile.backends.gpu.masks import Side, bounds_launch, masks_of
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.plan import EmptyPlan, ForwardPlan, Memory, forward_memory
+from flashtile.backends.gpu.plan import EmptyPlan, ForwardPlan, Memory, forward_memory, max_scores_memory
 from flashtile.backends.gpu.records import num_packed_tiles, table_launches
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Keys, Output
@@ -59,7 +59,7 @@ def plan_of(problem: Problem, tensors: Tensors, config: Any, choose: Any, launch
         made[main.kernel.__name__] = main
         return memory, made | repair.forward_launches(problem, t, is_joined=is_joined)
 
-    return ForwardPlan(tensors.q.device, prepare)
+    return ForwardPlan(tensors.q.device, prepare, max_scores=max_scores_memory(problem, tensors.q))
 
 
 def counter_memory(config: Any, device: torch.device) -> Memory:
@@ -219,6 +219,8 @@ def without_keys(
             found.copy_(torch.where(rows, sinks[:, None].float(), found))
         else:
             found.copy_(sinks[:, None].float().expand(found.shape))
+    if problem.max_scores:
+        return out, states.with_max_scores(lse, torch.full_like(lse, -math.inf))
     if partial is None:
         return out, lse
     both, lse = states.joined(partial, out, lse)

@@ -355,6 +355,21 @@ def epilogue(accs, row_max, row_sum, channels, tiles, call, output, schedule, WA
         # lse has seqlen_q numbers for each head.
         at += heads * call.queries.length
     gl.store(lse_at(output.lse, where, at, call, output.LSE_PARTS), lse, mask=positions < where.length)
+    store_max_scores(row_max, row_sum, records, tiles, call, output, schedule, WARPGROUP)
+
+
+@gluon.jit
+def store_max_scores(row_max, row_sum, records, tiles, call, output, schedule, WARPGROUP: gl.constexpr):
+    """Writes the largest scores of a warpgroup's rows, if the call asks for them."""
+    if output.max_scores is not None:
+        where = query_rows(records, tiles, call)
+        rows = gl.arange(0, schedule.BLOCK_M, row_max.type.layout)
+        positions, heads = queries_of(records, tiles, rows, call, schedule, WARPGROUP)
+        at = positions
+        if schedule.PACK_GQA:
+            at += heads * call.queries.length
+        top = softmax.largest(row_max, gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout))
+        gl.store(lse_at(output.max_scores, where, at, call, output.LSE_PARTS), top, mask=positions < where.length)
 
 
 @gluon.jit

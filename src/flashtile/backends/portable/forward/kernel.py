@@ -216,3 +216,6 @@ def attend_rows(call, output, tiles, place, wanted):
     if wanted is not None:
         exists = wanted
     softmax.store_lse(output.lse, lse_at + rows, lse, exists, LARGE)
+    if output.max_scores is not None:
+        at = output.max_scores + (lse_at + rows) * (2 if LARGE else 1)
+        tl.store(at, softmax.largest(row_max, row_sum, LARGE), mask=exists)

@@ -10,8 +10,8 @@ from flashtile.backends.gpu.device.records import Output
 from flashtile.backends.gpu.launch import Launch, Pointer
 from flashtile.backends.gpu.masks import Side, bounds_launch, masks_of
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.plan import ForwardPlan, Memory, forward_memory
-from flashtile.backends.gpu.records import multiprocessors, table_launches
+from flashtile.backends.gpu.plan import ForwardPlan, Memory, forward_memory, max_scores_memory
+from flashtile.backends.gpu.records import max_scores_of, multiprocessors, table_launches
 from flashtile.backends.portable.config import PortableTiles
 from flashtile.backends.portable.forward.config import choose
 from flashtile.backends.portable.records import (
@@ -34,7 +34,7 @@ def plan(problem: Problem, tensors: Tensors) -> ForwardPlan:
     def prepare(t: Tensors, _: Any, is_joined: bool) -> tuple[Memory, dict[str, Launch]]:
         return forward_memory(problem, t), launches(problem, t, choose(problem), is_joined=is_joined)
 
-    return ForwardPlan(tensors.q.device, prepare, or_tables)
+    return ForwardPlan(tensors.q.device, prepare, or_tables, max_scores=max_scores_memory(problem, tensors.q))
 
 
 def launches(
@@ -63,7 +63,7 @@ def forward_launch(
     call, _ = call_of(problem, tensors, config, ("k", "v"), masks=masks)
     more, more_lse = (Pointer(torch.float32, name) if is_joined else None for name in ("partial_out", "partial_lse"))
     lse = Pointer(torch.float32, "lse")
-    output = Output(Pointer(problem.out_dtype, "out"), lse, more, more_lse)
+    output = Output(Pointer(problem.out_dtype, "out"), lse, more, more_lse, max_scores_of(problem))
     tiles = tiles_of(config, heads_at_once(problem, tensors.k, tensors.v))
     programs = num_programs(problem, tensors, config.block_m)
     arguments = {"call": call, "output": output, "tiles": tiles}
