@@ -14,6 +14,7 @@ collect_ignore = (
         "test_mods.py",
         "test_non_finite.py",
         "test_quantized.py",
+        "test_second.py",
         "test_steps.py",
         "test_tuning.py",
     ]
