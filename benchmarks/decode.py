@@ -24,7 +24,7 @@ from benchmarks.caches import MEASURES, DecodeCase, draw_pool, groups
 from benchmarks.cases import select
 from benchmarks.checks import Call, Outputs, judged, poison
 from benchmarks.latent import LatentCase
-from benchmarks.providers import FlashMla, Flashtile, Provider, choose_providers
+from benchmarks.providers import FlashMla, Flashtile, OwnBits, Provider, choose_providers
 from benchmarks.run import done_before
 from benchmarks.session import Body, NotTimedError, Session, attempt, new_parser, run_command
 from benchmarks.steps import StepCase
@@ -43,7 +43,8 @@ _FA3_NAMES = {"k": "k_new", "v": "v_new", "cache_seqlens": "seqused_k", "k_cache
 def call_of(provider: Provider, case: DecodeCase | StepCase | LatentCase, tensors: dict[str, Tensor]) -> Call:
     """A provider's call; ``NotTimedError`` if it refuses the case."""
     if isinstance(provider, Flashtile):
-        ours: Any = functools.partial(flashtile.attention_with_kvcache, backend=provider.backend)
+        asked = {"batch_invariant": provider.asked} if isinstance(provider, OwnBits) else {}
+        ours: Any = functools.partial(flashtile.attention_with_kvcache, backend=provider.backend, **asked)
         return lambda: (ours(**tensors),)
     if isinstance(case, LatentCase):
         return _of_latent_rows(provider, case, tensors)

@@ -136,6 +136,18 @@ class Flashtile(Provider):
         return features
 
 
+class OwnBits(Flashtile):
+    """This library's cached calls, batch-invariant; ``asked`` is the keyword's value."""
+
+    def __init__(self, name: str, asked: bool | str) -> None:
+        super().__init__(None)
+        self.name, self.asked = f"{OURS}-{name}", asked
+        self.code = f"this library's choice of a backend with batch_invariant={asked!r}"
+
+    def missing(self, direction: Direction, device: torch.device) -> str | None:
+        return None if direction == "decode" else "is for cached calls alone"
+
+
 class EightBits(Flashtile):
     """This library in 8 bits by one backend: tensors rounded before, with an output of 8 bits, or in the call."""
 
@@ -373,6 +385,7 @@ class Flex(Provider):
 
 _OURS: list[Provider] = [Flashtile(name) for name in (None, "portable", "hopper", "cpu")]
 _OURS += [Flashtile("hopper", change) for change in ablations.CHANGES]
+_OURS += [OwnBits("invariant", True), OwnBits("strict", "strict")]
 _OURS += [EightBits(name, in_call) for name in ("portable", "hopper", "cpu") for in_call in (False, True)]
 _PEERS: list[Provider] = [FlashAttention3(), FlashMla(), SdpaKernel(), CudnnEightBits(), FlashAttention2(), Flex()]
 _PEERS += [Sdpa(), Eager()]

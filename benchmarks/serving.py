@@ -1,6 +1,7 @@
 """``python -m benchmarks.serving``: steps of a server, packed queries over pages, beside FlashAttention-3.
 
-Prompts, chunks of them and decodes in one call, as ``benchmarks/steps.py`` lists them. Kernels are compiled in many
+Prompts, chunks of them and decodes in one call, as ``benchmarks/steps.py`` lists them. With ``--providers
+flashtile,flashtile-invariant,flashtile-strict`` it says what batch-invariant calls cost. Kernels are compiled in many
 processes before anything is timed.
 """
 
@@ -17,7 +18,7 @@ from itertools import chain
 
 from benchmarks import decode, results, table
 from benchmarks.decode import PEER, Group
-from benchmarks.providers import OURS, Provider
+from benchmarks.providers import OURS, PROVIDERS, OwnBits, Provider
 from benchmarks.session import Session, new_parser
 from benchmarks.steps import MEASURES, groups
 from benchmarks.table import Cell, Table
@@ -45,9 +46,26 @@ def steps_table(grid: Sequence[Cell]) -> Table:
     return [[f"us (speed over {PEER})", *steps], *shown]
 
 
+def cost_table(grid: Sequence[Cell]) -> Table:
+    """A line per way to be batch-invariant: its time over that of a call that is not, by step, geometric means."""
+    lines: Table = []
+    for name in (each.name for each in PROVIDERS.values() if isinstance(each, OwnBits)):
+        ratios: dict[str, list[float]] = {}
+        for cell in grid:
+            if (ratio := cell.ratio(OURS, name)) is not None:
+                for step in (cell.case.step, "all"):
+                    ratios.setdefault(step, []).append(ratio)
+        if ratios:
+            lines = lines or [[f"time over {OURS}", *sorted(ratios)]]
+            lines.append([name, *(f"{table.geomean(ratios[step]):.3f}" for step in sorted(ratios))])
+    return lines
+
+
 def report(rows: Sequence[results.Row]) -> str:
     """What a run prints at its end."""
-    return "\n\n".join([decode.report(rows, "us"), table.to_text(steps_table(table.cells(rows)))])
+    grid = table.cells(rows)
+    tables = [steps_table(grid), cost_table(grid)]
+    return "\n\n".join([decode.report(rows, "us"), *(table.to_text(each) for each in tables if each)])
 
 
 def compile_ahead(args: argparse.Namespace, left: Sequence[Group], chosen: Sequence[Provider]) -> None:

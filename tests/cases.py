@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError, reference
-from flashtile.call.arguments import Grads, band_of
+from flashtile.call.arguments import BY_KIND, Grads, band_of
 from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem, Tensors
 from flashtile.masks import Intervals
@@ -66,6 +66,7 @@ class Case:
     lse_grad: bool = False
     magnitude: float = 1.0
     deterministic: bool = False
+    invariant: bool = False
     wanted: str | None = None
     out: str = ""
     dout: str = "contiguous"
@@ -175,6 +176,7 @@ _PACKED = (
     Case("bias_of_no_dims", batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1, bias="hqk", trimmed=True, sinks=True),
     Case("varlen_chunk", lengths=((40, 40), (9, 33), (21, 7)), chunk=12, causal=True, heads=4, kv_heads=2),
     Case("varlen_chunk_both_ways", lengths=((30, 41), (33, 33)), chunk=17, spare=3),
+    Case("varlen_own_bits", lengths=((13, 21), (1, 9), (40, 40)), causal=True, sinks=True, invariant=True),
     Case("varlen_ordered", lengths=((20, 20), (9, 9)), intervals="documents", deterministic=True),
     Case("varlen_documents", lengths=((40, 40), (9, 9), (21, 21)), intervals="documents", kv_heads=1, causal=True),
     Case("varlen_intervals", lengths=((30, 41), (0, 3), (33, 20)), intervals="both", spare=3, sinks=True),
@@ -269,6 +271,8 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
     )  # fmt: skip
     if case.chunk is not None:
         keywords["attention_chunk"] = case.chunk
+    if case.invariant:
+        keywords["batch_invariant"] = True
     if case.alibi:
         keywords["alibi_slopes"] = torch.rand(*(sizes[x] for x in case.alibi), generator=make, device=device)
     if case.mask is not None:
@@ -318,6 +322,7 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
         max_seqlen_q=longest_q if packed else None,
         max_seqlen_k=longest_k if packed else None,
         deterministic=case.deterministic,
+        batch_invariant=BY_KIND if case.invariant else "",
         mirrored=made.mirrored,
     ).but(grads=Grads(*(name in leaves for name in ("q", "k", "v", "bias", "sinks"))))
     return Call(case, problem, tensors, keywords, leaves)

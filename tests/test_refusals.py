@@ -343,7 +343,7 @@ def test_overloads_have_the_keywords_of_the_functions() -> None:
     bounds = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
     cached = {"q", "k_cache", "v_cache", "cache_seqlens", *results, *CacheKeywords.__annotations__}
     for function, names in (
-        (flashtile.attention, shared), (flashtile.attention_varlen, shared | bounds | {"out"}),
+        (flashtile.attention, shared), (flashtile.attention_varlen, shared | bounds | {"batch_invariant", "out"}),
         (flashtile.attention_with_kvcache, cached),
     ):  # fmt: skip
         assert names == set(inspect.signature(function).parameters) - {"_more", "_unknown"}

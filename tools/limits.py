@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # Most lines of Python in each tree: what it has, and what the open work is said to need. Whoever raises a limit says
 # here what for. Two lines in five are docstrings. src: 250 for a kernel of its own over a cache, and for records of
 # users' functions and dropout, so that the plain kernels read without them; 830 for the backward by pairs of programs,
-# with what PTX does for clusters; 430 for second derivatives, of reverse and of forward mode; 270 for largest scores on
-# every backend, and the overloads of their results. benchmarks: ways to widen
-# by another row of the table take 10. tests: 126 for a mod that follows its recipe; 750 for clusters in the emulator
-# and in the PTX machine, and for the pairs' mistakes; 170 for second derivatives; 80 for random pairs; 620 for largest
-# scores.
-TOTAL_LINES = {"src/flashtile": 49_090, "extras/flashtile_lab": 6_380, "benchmarks": 6_330, "tests": 42_700}
+# with what PTX does for clusters; 900 for second derivatives, of reverse and of forward mode, with kernels of their
+# own; 270 for largest scores on every backend, and the overloads of their results; 380 for batch-invariant calls, 100
+# of them their own path on CPUs. benchmarks: ways to widen by another row of the table take 10. tests: 126 for a mod
+# that follows its recipe; 750 for clusters in the emulator and in the PTX machine, and for the pairs' mistakes; 310 for
+# second derivatives; 80 for random pairs; 620 for largest scores; 860 for batch-invariant calls, with random batches.
+TOTAL_LINES = {"src/flashtile": 50_500, "extras/flashtile_lab": 6_380, "benchmarks": 6_360, "tests": 43_800}
 
 
 class Feature(NamedTuple):
@@ -183,8 +183,9 @@ PUBLIC = (
 )
 # Path or path:function -> (lines, reason).
 RAISED: dict[str, tuple[int, str]] = {
-    "src/flashtile/api/cached.py:attention_with_kvcache": (152, "40 arguments, each with its line of documentation"),
+    "src/flashtile/api/cached.py:attention_with_kvcache": (156, "40 arguments, each with its line of documentation"),
     "src/flashtile/api/attention.py:attention": (110, "23 arguments, each with its line of documentation"),
+    "src/flashtile/api/attention.py:attention_varlen": (82, "26 arguments, likewise"),
     "src/flashtile/distributed/cache.py:attention_with_sharded_kvcache": (105, "18 arguments, likewise"),
     "src/flashtile/nn.py:forward": (90, "13 arguments, likewise"),
 }

@@ -169,6 +169,15 @@ def test_steps_are_checked_and_timed(command):
     assert "d16-h4x2-tiny-page16-dense-loop" in printed
 
 
+def test_what_own_bits_cost_is_printed(command):
+    rows, printed = command(serving, f"{OPTIONS} --providers flashtile,flashtile-invariant,flashtile-strict")
+    assert len(rows) == 3 * len(STEPS) and all(0 < row.error < 0.01 for row in rows)
+    # Of dense variants too.
+    lines = [line.split() for line in printed.splitlines() if line.startswith("flashtile-strict")]
+    assert any(len(line) == 4 and all(float(x) > 0 for x in line[1:]) for line in lines)
+    assert "time over flashtile" in printed
+
+
 def forgetful():
     """Writes the last sequence's rows in its first call alone, and returns the same memory again."""
     kept = []

@@ -211,6 +211,9 @@ def _plain(d: Draw, name: str) -> Case:
     case = replace(case, **d.big_dims(head_dim))
     if case.bias is not None and d.chance(0.4):
         case = replace(case, large=d.pick("min", "min", "max", "-1e9", "-3e5"))
+    # By numbers of its own, as what a seed meant before it still does.
+    is_own = packed and not case.dropout and Draw(("own bits", name), d.sizes).chance(0.2)
+    case = replace(case, invariant=is_own)
     return replace(case, out=d.pick("whole", "part"), wanted="") if packed and d.chance(0.1) else case
 
 
@@ -225,7 +228,7 @@ def _pieces(d: Draw, seed: int, dtype: torch.dtype) -> Drawn:
         mask=None if case.mask is None or packed else d.pick("bqk", "hqk", "qk"),
         bias=None if case.bias is None or packed else d.pick("bhqk", "hk", "hqk"),
         bias_grad=False, trimmed=False, alibi="h" if case.alibi and not packed else "", dropout=0.0, wanted=None,
-        chunk=None, intervals="", out="", deterministic=False, bias_float=False, layout="contiguous",
+        chunk=None, intervals="", out="", deterministic=False, invariant=False, bias_float=False, layout="contiguous",
         sinks=case.sinks and len(cuts) > 0,
         # Sums over more rows, cut elsewhere, differ in more than their last bits.
         heads=case.kv_heads * min(case.heads // case.kv_heads, 4),
@@ -285,6 +288,7 @@ def _cached(d: Draw, name: str) -> CacheCase:
     case = replace(case, ragged=d.pick("pages", "bound")) if paged and d.chance() else case
     case = replace(case, e5m2=True) if case.float8 and d.chance() else case
     case = replace(case, causal_each=True) if not case.tree and d.chance(0.2) else case
+    case = replace(case, invariant=not case.float8 and Draw(("own bits", name), d.sizes).chance(0.2))
     return replace(case, chunk=d.chunk() if not case.tree and d.chance(0.2) else None)
 
 

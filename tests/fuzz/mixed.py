@@ -43,7 +43,7 @@ def draw_batch(seed: int, sizes: Sizes = SMALL, kinds: int = 0) -> Drawn:
         leftpad=tuple(d.upto(max(old, 0) + 2) for old, _, _ in sequences) if k.chance(0.25) else (),
         alibi=k.pick("", "", "h", "bh"), sinks=k.chance(), out=k.pick("", "whole", "part"),
         spare=d.pick(0, 0, 1, 5), say_longest=k.chance(0.8), tree_rows=k.pick(4, 12, MOST_TREE_ROWS),
-        tree=k.pick(*TREES), words=k.chance(0.5),
+        tree=k.pick(*TREES), words=k.chance(0.5), invariant=Draw(("own bits", seed % (kinds or 10)), sizes).chance(0.2),
     )  # fmt: skip
     case = CacheCase(
         f"mixed_{seed}", sequences, packed=True, appends=appends, head_dim=head_dim,
@@ -88,6 +88,8 @@ def _allowed(case: CacheCase, *, has_trees: bool) -> CacheCase:
         changes |= {"interleaved": False, "rotary_start": False}
     if not case.float8:
         changes["e5m2"] = False
+    else:
+        changes["invariant"] = False  # scales of pages do not go with it
     changes |= {"causal": True, "causal_each": False} if has_trees else {"tree": "", "tree_rows": 0, "words": False}
     return replace(case, **changes)
 

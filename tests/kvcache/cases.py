@@ -61,6 +61,7 @@ class CacheCase:
         causal_each: Whether causal is a tensor, true of every other sequence.
         chunk: attention_chunk.
         qv: Whether there are queries of the values.
+        invariant: Whether rows must have bits of their own.
     """
 
     name: str
@@ -101,6 +102,7 @@ class CacheCase:
     ragged: str = ""
     chunk: int | None = None
     qv: bool = False
+    invariant: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -127,6 +129,7 @@ _DENSE = (
     CacheCase("full_cache", _same(48, 48), capacity=48),
     CacheCase("not_causal", _same(37, 5, rows=4), causal=False),
     CacheCase("window", _same(37, 70, rows=3), window=(9, -1)),
+    CacheCase("own_bits", _same(137, 70, 0, rows=3), heads=4, sinks=True, softcap=4.0, invariant=True),
     CacheCase("window_both", _same(37, 70, rows=5), causal=False, window=(6, 2)),
     CacheCase("window_right", _same(37, 70, rows=5), causal=False, window=(None, 1)),
     CacheCase("window_one", _same(37, 70, rows=5), window=(0, 0)),
@@ -214,6 +217,26 @@ _PACKED = (
     CacheCase("packed_window", ((37, 1, 0), (50, 20, 0)), packed=True, window=(11, 0), alibi="bh", page_size=16),
     CacheCase("packed_new_of_other_counts", ((37, 2, 5), (0, 3, 1), (8, 4, 0)), packed=True, appends=True),
     CacheCase("packed_new_alone", ((37, 2, 5), (0, 2, 1), (8, 2, 0)), packed_new=True, appends=True, spare=1),
+    CacheCase(
+        "packed_own_bits",
+        ((37, 1, 1), (0, 30, 30), (90, 4, 4)),
+        packed=True,
+        appends=True,
+        page_size=4,
+        rotary=8,
+        spare=3,
+        invariant=True,
+    ),
+    CacheCase(
+        "packed_own_bits_window",
+        ((37, 1, 0), (70, 20, 0)),
+        packed=True,
+        window=(11, 0),
+        heads=4,
+        spare=20,
+        leftpad=(3, 40),
+        invariant=True,
+    ),
     CacheCase("packed_no_sequences", (), packed=True, spare=2),
 )
 
@@ -454,6 +477,8 @@ def _build(case: CacheCase, dtype: torch.dtype, device: str, make: torch.Generat
     )  # fmt: skip
     if case.chunk is not None:
         keywords["attention_chunk"] = case.chunk
+    if case.invariant:
+        keywords["batch_invariant"] = True
     return _call(case, given, keywords)
 
 
@@ -482,7 +507,7 @@ def _call(case: CacheCase, given: dict[str, Tensor], keywords: dict[str, Any]) -
         tensors["tree_mask"] = tree_words("tree_mask", tensors["tree_mask"])
     plain = (
         keywords.get("max_seqlen_q"), keywords.get("max_seqlen_k"), case.scale, case.softcap, case.interleaved, None,
-        case.chunk, False, False,
+        case.chunk, False, False, case.invariant,
     )  # fmt: skip
     made = CacheTensors(**tensors)
     return CacheCall(case, problem_of(made, read(of_all, case.window, True, plain)), made, keywords)

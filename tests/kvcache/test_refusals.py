@@ -189,6 +189,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "window below -1": ("window_size", {"window_size": (-2, 0)}),
     "scale nan": ("softmax_scale", {"softmax_scale": float("nan")}),
     "softcap negative": ("softcap", {"softcap": -1.0}),
+    "batch_invariant of another word": ("batch_invariant", {"batch_invariant": "always"}),
     "attention_chunk negative": ("attention_chunk", {"attention_chunk": -1}),
     "attention_chunk a float": ("attention_chunk", {"attention_chunk": 8.0}),
     "tree_mask with a chunk": ("tree_mask", {"tree_mask": TREE, "attention_chunk": 4}),

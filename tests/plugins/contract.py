@@ -21,7 +21,7 @@ METHODS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         "AttentionBackend": {
             "get_name": (), "get_impl_cls": (), "get_builder_cls": (), "supports_sink": (), "supports_non_causal": (),
             "supports_sliding_window": (), "supports_attn_type": ("attn_type",),
-            "get_supported_kernel_block_sizes": ("kv_cache_spec",),
+            "supports_batch_invariance": (), "get_supported_kernel_block_sizes": ("kv_cache_spec",),
             "supports_combination": (
                 "head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla", "has_sink", "use_sparse",
                 "use_mm_prefix", "device_capability",
@@ -68,6 +68,7 @@ READ: dict[str, dict[str, set[str]]] = {
             "extend_seq_lens_cpu", "req_pool_indices", "out_cache_loc",
         },
     },
+    "sglang.srt.server_args": {"ServerArgs": {"enable_deterministic_inference"}},
     "sglang.srt.mem_cache.swa_memory_pool": {
         "SWAKVPool": {"translate_loc_from_full_to_swa", "get_key_buffer", "get_value_buffer", "set_kv_buffer"},
     },
@@ -94,6 +95,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         "AttentionType": types.SimpleNamespace(DECODER="decoder", ENCODER_ONLY="encoder_only"),
         "MultipleOf": type("MultipleOf", (_Base,), {}),
     }
+    found["vllm.envs"] = {"VLLM_BATCH_INVARIANT": False}
     found["sglang.srt.layers.radix_attention"] = {
         "AttentionType": enum.Enum("AttentionType", ["DECODER", "ENCODER_ONLY"])
     }

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +278,42 @@ def test_what_vllm_asks_before_it_takes_the_backend(vllm: Any) -> None:
     assert "portable: head_dim" in str(why(4096))
 
 
+def alone(step: Step, b: int) -> Step:
+    """The step of one of its requests."""
+    one, rows = Step([int(step.new[b])], [int(step.lengths[b])]), slice(*step.bounds[b : b + 2])
+    one.table, one.cache, one.old = step.table[b : b + 1], step.old.clone(), step.old
+    one.q, one.k, one.v = (x[rows] for x in (step.q, step.k, step.v))
+    return one
+
+
+def own_bits(run: Callable[[Step], Tensor]) -> list[bool]:
+    """Whether each request of a step has the same bits alone."""
+    step = Step()
+    step.q, step.k, step.v, step.cache, step.old = (x.float() for x in (step.q, step.k, step.v, step.cache, step.old))
+    parts = run(step).split(step.new.tolist())
+    return [torch.equal(run(alone(step, b)), part) for b, part in enumerate(parts)]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_servers_own_switches_ask_for_rows_with_bits_of_their_own(
+    vllm: Any, sglang: Any, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    attend, asked = flashtile.attention_with_kvcache, []
+
+    def asks(*tensors: Any, **keywords: Any) -> Any:
+        asked.append(keywords["batch_invariant"])
+        return attend(*tensors, **keywords)
+
+    monkeypatch.setattr(flashtile, "attention_with_kvcache", asks)
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", wanted)
+    found = own_bits(lambda step: through_vllm(vllm, step))
+    found += own_bits(lambda step: through_sglang(sglang, step, 16, deterministic=wanted))
+    assert set(asked) == {"strict" if wanted else False}
+    assert vllm.Backend.supports_batch_invariance()
+    if wanted:
+        assert all(found)
+
+
 def test_what_vllm_is_refused(vllm: Any) -> None:
     with pytest.raises(UnsupportedError, match="no attention of type encoder_decoder"):
         vllm.Impl(HEADS, DIM, 1.0, attn_type="encoder_decoder")
@@ -305,7 +341,7 @@ class Pool:
         self.k[where[0]], self.v[where[0]] = k, v
 
 
-def through_sglang(sglang: Any, step: Step, page_size: int, **layer: Any) -> Tensor:
+def through_sglang(sglang: Any, step: Step, page_size: int, *, deterministic: bool = False, **layer: Any) -> Tensor:
     """The step's rows by SGLang's way; requests have rows of req_to_token in reverse order."""
     count, batch = int(step.bounds[-1]), len(step.new)
     places = torch.arange(2 * SIZE)
@@ -314,6 +350,7 @@ def through_sglang(sglang: Any, step: Step, page_size: int, **layer: Any) -> Ten
         device="cpu", page_size=page_size, token_to_kv_pool=Pool(step),
         req_to_token_pool=types.SimpleNamespace(req_to_token=tokens),
         model_config=types.SimpleNamespace(context_len=2 * SIZE),
+        server_args=types.SimpleNamespace(enable_deterministic_inference=deterministic),
     )  # fmt: skip
     decodes = int(step.new.max()) == 1
     forward_batch = types.SimpleNamespace(

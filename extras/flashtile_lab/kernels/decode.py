@@ -10,6 +10,7 @@ import torch
 from flashtile.backends.gpu.decode.config import choose
 from flashtile.backends.gpu.decode.launch import append_launch, attention_launch
 from flashtile.backends.gpu.launch import Launch
+from flashtile.call.arguments import BY_KIND
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem, described
 from flashtile.core.masks import Band
@@ -44,6 +45,8 @@ def builds(backend: str, capability: tuple[int, int] | None) -> list[KernelBuild
         {"tree": True, "seqlen_q": 8, "page_size": 16},
         {"tree": True, "seqlen_q": 64, "packed": True, "appends": True, "alibi": True, "band": Band(4096, 0)},
         {"softcap": 30.0, "alibi": True, "sinks": True, "band": Band(128, 0), "page_size": 16, "appends": True},
+        {"packed": True, "page_size": 16, "batch_invariant": BY_KIND},
+        {"packed": True, "seqlen_q": 64, "batch_invariant": BY_KIND, "band": Band(1024, 0)},
     ]
     made: list[KernelBuild] = []
     for call in calls:

@@ -244,6 +244,7 @@ def attention_varlen(
     deterministic: bool = False,
     attention_chunk: int | None = None,
     block_mask: Intervals | BlockMask | Any | None = None,
+    batch_invariant: bool | Literal["strict"] = False,
     return_lse: bool = False,
     out: Tensor | None = None,
     precision: str | None = None,
@@ -273,6 +274,9 @@ def attention_varlen(
     out is where to write the output, in place of a new tensor: its shape, q's dtype, any strides, overlapping no other
     tensor of the call. As with PyTorch's out there is no gradient: it is refused where one is needed.
 
+    With batch_invariant, True or "strict", a row's bits in the forward depend on its query, its keys and its position
+    alone, not on how many rows of its sequence the call has. It does not go with dropout, lists of blocks or 8 bits.
+
     Returns:
         out ``(total_q, num_heads_q, head_dim_v)``, or ``(out, lse)`` with lse ``(num_heads_q, total_q)``; with
         return_max_scores a tensor like lse is the last result, as of ``attention``.
@@ -290,7 +294,7 @@ def attention_varlen(
         q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k, **masked  # type: ignore[arg-type]
     )  # fmt: skip
     numbers = softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk
-    plain = Plain(*numbers, mirrored, listed, return_max_scores)
+    plain = Plain(*numbers, mirrored, listed, return_max_scores, batch_invariant)
     longest = (max_seqlen_q, max_seqlen_k)
     is_quantized = isinstance(q, Quantized)
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):

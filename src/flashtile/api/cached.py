@@ -87,6 +87,7 @@ def attention_with_kvcache(
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     block_mask: Intervals | None = None,
+    batch_invariant: bool | Literal["strict"] = False,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -163,6 +164,10 @@ def attention_with_kvcache(
         mask_mod: Likewise.
         block_mask: Intervals, as of ``attention``, counted likewise; its keys are the first, and those after its last
             are dropped where it is by columns. All keys are read. No lists.
+        batch_invariant: A row's bits depend on its query, its keys and its position alone: not on other sequences,
+            max_seqlen_q, pages or processors, nor on how a prompt was cut into chunks of more than ``max(16 //
+            group_size, 1)`` rows. "strict": nor into any others, so that decodes have the bits of prompts; then no keys
+            are split, which takes time where sequences are few. On the CPU both are strict.
         return_lse: Also return the log-sum-exp of the scores.
         out: Where to write the output, in place of a new tensor: its shape, q's dtype, last dimension contiguous.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
@@ -186,7 +191,7 @@ def attention_with_kvcache(
     row_keys, key_rows, mirrored = (None, None, False) if block_mask is None else intervals_of(block_mask)
     plain = (
         max_seqlen_q, max_seqlen_k, softmax_scale, softcap, rotary_interleaved, backend, attention_chunk, mirrored,
-        return_max_scores,
+        return_max_scores, batch_invariant,
     )  # fmt: skip
     options = read(of_all, window_size, return_lse, plain)
     tensors = CacheTensors(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ class Keywords(Common, total=False):
 class PackedKeywords(Keywords, total=False):
     """Keywords of ``attention_varlen``."""
 
+    batch_invariant: bool | Literal["strict"]
     out: Tensor | None
 
 
@@ -97,6 +98,7 @@ class CacheKeywords(Common, Cached, total=False):
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
     block_mask: Intervals | None
+    batch_invariant: bool | Literal["strict"]
 
 
 class CachedCall(Cached, total=False):
@@ -114,6 +116,7 @@ class AnyCall(Keywords, CachedCall, total=False):
     cu_seqlens_k: Tensor | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    batch_invariant: bool | Literal["strict"]
     return_lse: bool
     return_max_scores: bool
 

@@ -107,7 +107,7 @@ def over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheT
             raise InvalidInputError(name, f"is None, but {next(iter(cached))} is given")
     others = (
         *asked.lengths, plain.softmax_scale, plain.softcap, cached.get("rotary_interleaved", False), plain.backend,
-        plain.attention_chunk, plain.mirrored, plain.return_max_scores,
+        plain.attention_chunk, plain.mirrored, plain.return_max_scores, plain.batch_invariant,
     )  # fmt: skip
     of_all, of_each = causality(asked.causal)
     options = cached_arguments.read(of_all, asked.window_size, asked.return_lse, others)

@@ -68,6 +68,8 @@ def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
             raise InvalidInputError(name, "is given, but does not go with 8 bits")
     if given.row_keys is not None or given.key_rows is not None:
         raise InvalidInputError("block_mask", "is given, but does not go with 8 bits")
+    if options.batch_invariant:
+        raise InvalidInputError("batch_invariant", "is True, but does not go with 8 bits, which blocks of rows share")
     if options.dropout_p > 0:
         raise InvalidInputError("dropout_p", f"is {options.dropout_p}, must be 0 in 8 bits")
     if options.return_max_scores:

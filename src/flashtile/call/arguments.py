@@ -99,6 +99,17 @@ def _chunk(name: str, value: Any) -> int | None:
     return None if value is None or (value == 0 and value is not False) else integer(name, value, 1, ", or 0 or None")
 
 
+# What batch_invariant becomes: rows of few and of many queries have bits of their own; or all rows have, of one kind.
+BY_KIND, STRICT = "by kind", "strict"
+
+
+def _invariance(name: str, value: object) -> str:
+    """Checks batch_invariant; empty for False."""
+    if not isinstance(value, bool) and value != STRICT:
+        raise InvalidInputError(name, f"is {shown(value)}, must be True, False or 'strict'")
+    return STRICT if value == STRICT else BY_KIND if value else ""
+
+
 def _backend(name: str, value: object) -> str:
     """Checks the name of a backend; empty for none."""
     if value is not None and not (isinstance(value, str) and value in BACKENDS):
@@ -231,6 +242,7 @@ class Options(NamedTuple):
     mirrored: Annotated[bool, Argument("Whether row_keys and key_rows are one mask.", check=flag)] = False
     listed: Annotated[tuple[int, ...], Argument("Rows and keys of a listed block; bits.", schema="int[]?")] = ()
     return_max_scores: Annotated[bool, Argument("Whether lse comes with the largest scores.", check=flag)] = False
+    batch_invariant: Annotated[str, Argument("Whether bits of a row are its own.", check=_invariance)] = ""
     # Not a keyword: what score_mod and mask_mod become.
     mods: Annotated[tuple[str, ...], Argument("Texts of mods.", schema="str[]?")] = ()
 
@@ -252,6 +264,7 @@ class Plain(NamedTuple):
     mirrored: bool = False
     listed: tuple[int, ...] = ()
     return_max_scores: Any = False
+    batch_invariant: Any = False
 
 
 def table(record: type) -> dict[str, Argument]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flashtile.call.arguments import FLOAT8
+from flashtile.call.arguments import FLOAT8, STRICT
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_call import QuantizedTensors
@@ -77,6 +77,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("dropout", "dropout", lambda p: p.dropout_p > 0),
     Feature("origins", "positions of a longer sequence (context parallel with dropout or ALiBi)", lambda p: p.origins),
     Feature("deterministic", "deterministic=True", lambda p: p.deterministic),
+    Feature("batch_invariant", "batch_invariant=True", lambda p: bool(p.batch_invariant), _BUT_QUANTIZED),
     Feature(
         "score_mod", "score_mod (a function of the user's)", lambda p: p.score_function is not None, _BUT_QUANTIZED
     ),
@@ -109,6 +110,11 @@ def _is_big_function(p: Problem) -> bool:
     return (p.score_function is not None or p.mask_function is not None) and max(p.head_dim, p.head_dim_v) > 256
 
 
+# Until tests on a GPU have shown that a row's bits are its own there.
+INVARIANT_GPUS = Limit(
+    "batch_invariant=True on GPUs, where its bits are yet to be shown",
+    lambda p: p.batch_invariant != "" and p.device_type == "cuda",
+)
 BIG_FUNCTIONS = Limit("functions of the user's at head_dim past 256", _is_big_function)
 
 
@@ -127,6 +133,7 @@ class Capabilities:
         chain_rows: Multiples on which sequences that have keys begin, and end unless with the last row, in a ``Chain``;
             0 for a backward that takes none.
         chain_head_dim: Largest head_dim and head_dim_v of one.
+        always_invariant: Whether packed calls that may be batch-invariant are so without being asked, strictly.
         slow_if_tiny: Whether ``Problem.tiny`` calls go to the next backend that can run them, unless this one is named.
         features: Names of the supported features.
         limits: What it does not support of them.
@@ -141,6 +148,7 @@ class Capabilities:
     nvidia: bool = False
     chain_rows: int = 0
     chain_head_dim: int = 0
+    always_invariant: bool = False
     slow_if_tiny: bool = False
     features: frozenset[str] = frozenset()
     limits: tuple[Limit, ...] = ()
@@ -150,6 +158,14 @@ class Capabilities:
         why = [*self._device_reasons(problem), *self._shape_reasons(problem)]
         why += [f"no {f.label}" for f in FEATURES if f.name not in self.features and f.used(problem)]
         return why + [f"no {limit.label}" for limit in self.limits if limit.hits(problem)]
+
+    def invariance(self, problem: Problem) -> str:
+        """How a packed or cached call is batch-invariant: asked or not, ``arguments.STRICT`` or not; empty if not."""
+        if problem.batch_invariant or not self.always_invariant or not problem.varlen or problem.cached:
+            return problem.batch_invariant
+        asked = problem.but(batch_invariant=STRICT)
+        is_own = not problem.dropout_p and not problem.listed and not any(x.hits(asked) for x in self.limits)
+        return STRICT if is_own else ""
 
     def _device_reasons(self, problem: Problem) -> list[str]:
         if problem.device_type not in self.device_types:

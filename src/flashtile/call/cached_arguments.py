@@ -101,6 +101,7 @@ class CacheOptions(NamedTuple):
     attention_chunk: Annotated[int | None, arguments.OPTIONS["attention_chunk"]] = None
     mirrored: Annotated[bool, arguments.OPTIONS["mirrored"]] = False
     return_max_scores: Annotated[bool, arguments.OPTIONS["return_max_scores"]] = False
+    batch_invariant: Annotated[str, arguments.OPTIONS["batch_invariant"]] = ""
     mods: Annotated[tuple[str, ...], arguments.OPTIONS["mods"]] = ()
 
     @property

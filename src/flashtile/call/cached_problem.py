@@ -30,6 +30,9 @@ _NEEDS = {
     "cu_seqlens_k_new": "k", "slot_mapping": "k", "page_indptr": "page_indices", "page_indices": "page_indptr",
 }  # fmt: skip
 
+# Keys of a sequence in a batch-invariant call: their splits are counted in 15 bits, ``gpu/decode/states.py``.
+MOST_INVARIANT_KEYS = 2**22
+
 
 def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
     """Checks the tensors of a cached call against one another and records the call.
@@ -45,15 +48,22 @@ def problem_of(tensors: CacheTensors, options: CacheOptions) -> Problem:
     page_size = sizes.get("page_size", 0)
     capacity = sizes["capacity"] if not t.in_pages else sizes.get("max_pages", sizes.get("total_pages", 0)) * page_size
     capacity = capacity if o.max_seqlen_k is None else o.max_seqlen_k
+    if o.batch_invariant and holds(capacity > MOST_INVARIANT_KEYS):
+        what = "max_seqlen_k" if t.page_indptr is not None else "k_cache"
+        must = f"at most {MOST_INVARIANT_KEYS} with batch_invariant=True"
+        raise InvalidInputError(what, f"has room for {capacity} keys of a sequence, {must}")
     functions = mod_keys(t, o.mods)
     own = {} if t.qv is None else _with_qv(t, o, sizes)
+    if t.in_pages and any(x is not None and x.dim() == 2 for x in (t.k_scale, t.v_scale)):
+        own["paged_scales"] = True
     return checked_problem(
         t, o, sizes, (t.k_cache, t.v_cache),
         seqlen_k=capacity, cached=True, page_size=page_size, alibi=t.alibi_slopes is not None,
         score_function=functions.get("score"), mask_function=functions.get("mask"), tree=t.tree_mask is not None,
         causal_each=t.causal is not None, row_keys=t.row_keys is not None, key_rows=t.key_rows is not None,
         mirrored=o.mirrored, by_head=any(x is not None and holds(x.shape[1] > 1) for x in (t.row_keys, t.key_rows)),
-        rotary_interleaved=o.rotary_interleaved, max_scores=o.return_max_scores, **own,
+        rotary_interleaved=o.rotary_interleaved, max_scores=o.return_max_scores,
+        batch_invariant=o.batch_invariant, **own,
     )  # fmt: skip
 
 

@@ -79,6 +79,8 @@ class Problem:
         origins: Whether packed sequences are parts of longer ones (``core.masks.Origin``).
         dropout_p: Probability of dropping, 0 for none.
         deterministic: Whether the backward must be bitwise repeatable.
+        batch_invariant: Whether a row's bits must be its own, in the forward: ``arguments.BY_KIND`` or ``STRICT``.
+        paged_scales: Whether the scales of an 8-bit cache differ from page to page.
         grads: Which tensors need a gradient; none if no backward will follow.
         aligned: Whether addresses and strides of q, k and v are multiples of 16 bytes, as bulk copies need.
         rotary_interleaved: Whether a cached call that rotates pairs features (2i, 2i + 1).
@@ -123,6 +125,8 @@ class Problem:
     origins: bool = False
     dropout_p: float = 0.0
     deterministic: bool = False
+    batch_invariant: str = ""
+    paged_scales: bool = False
     grads: Grads = Grads()  # noqa: RUF009
     aligned: bool = True
     rotary_interleaved: bool = False
@@ -209,6 +213,8 @@ class Problem:
             UnsupportedError: The call is traced by ``torch.jit.trace``.
         """
         t, o, sizes = tensors, options, _check_tensors(tensors, options)
+        if o.batch_invariant:
+            _check_invariant(t, o)
         by_head, functions = (t.row_keys, t.key_rows, t.row_blocks), mod_keys(t, o.mods)
         return checked_problem(
             t, o, sizes, (t.k, t.v),
@@ -218,6 +224,7 @@ class Problem:
             mirrored=o.mirrored, by_head=any(x is not None and holds(x.shape[1] > 1) for x in by_head), listed=o.listed,
             origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
             gpu=gpu_name(t.q.device), max_scores=o.return_max_scores,
+            batch_invariant=o.batch_invariant,
         )  # fmt: skip
 
     def resized(self, tensors: Tensors, options: Options) -> Problem:
@@ -278,6 +285,21 @@ _NOTHING = Problem(
 def described(**values: Any) -> Problem:
     """A problem from values that ``Problem.but`` takes, for a call that is described but never run."""
     return _NOTHING.but(**values)
+
+
+def _check_invariant(t: Tensors, o: Options) -> None:
+    """Refuses calls of rows that have no bits of their own."""
+    against = {
+        "cu_seqlens_q": (t.cu_seqlens_q is None, "is None, but batch_invariant=True goes with packed sequences"),
+        "dropout_p": (o.dropout_p > 0, "goes by a sequence's place in the batch: not with batch_invariant=True"),
+        "block_mask": (
+            t.row_blocks is not None,
+            "is of lists of blocks, which rows share: not with batch_invariant=True",
+        ),
+    }
+    for name, (is_given, why) in against.items():
+        if is_given:
+            raise InvalidInputError(name, why)
 
 
 _warned = False  # of heads first, once in a process

@@ -9,7 +9,7 @@ Source: SGLang 0.5.23, ``srt/layers/attention/base_attn_backend.py``.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -66,6 +66,9 @@ class Backend(AttentionBackend):
         self.device, self.page_size = runner.device, runner.page_size
         # Models read both pools by these names.
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
+        self.invariant: Literal[False, "strict"] = (
+            "strict" if runner.server_args.enable_deterministic_inference else False
+        )
         self.most_pages = -(-runner.model_config.context_len // self.page_size)
         pool = self.token_to_kv_pool
         self.has_window_pool = isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0
@@ -179,7 +182,7 @@ class Backend(AttentionBackend):
         return flashtile.attention_with_kvcache(
             q, k_cache, v_cache, cache_seqlens=m.cache_seqlens,
             page_table=m.window_table if in_window_pool else m.page_table,
-            causal=causal, softmax_scale=layer.scaling, softcap=layer.logit_cap or 0.0,
+            causal=causal, softmax_scale=layer.scaling, softcap=layer.logit_cap or 0.0, batch_invariant=self.invariant,
             **given | {"sinks": None if given.get("sinks") is None else given["sinks"].detach()},
         )  # fmt: skip
 

@@ -9,10 +9,11 @@ Source: vLLM 0.32 and 0.33, ``vllm/v1/attention/backend.py``.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.v1.attention import backend as vllm
 
 import flashtile
@@ -112,6 +113,8 @@ class Impl(vllm.AttentionImpl[Metadata]):
         self.window = None if sliding_window is None else sliding_window - 1
         self.softcap = logits_soft_cap or 0.0
         self.sinks = sinks
+        # A step's tokens must not depend on the others', nor on how vLLM cut a prompt or began it anew.
+        self.invariant: Literal[False, "strict"] = "strict" if envs.VLLM_BATCH_INVARIANT else False
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
 
     def forward(
@@ -167,6 +170,7 @@ class Impl(vllm.AttentionImpl[Metadata]):
             "softcap": self.softcap,
             "alibi_slopes": self.alibi_slopes,
             "sinks": None if self.sinks is None else self.sinks.detach(),
+            "batch_invariant": self.invariant,
         }
 
 
@@ -213,6 +217,11 @@ class Backend(vllm.AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """True: what ``VLLM_BATCH_INVARIANT`` asks for."""
+        return True
+
+    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """True for decoders, and for encoders without a cache."""
         return attn_type in (vllm.AttentionType.DECODER, vllm.AttentionType.ENCODER_ONLY)
@@ -233,9 +242,10 @@ class Backend(vllm.AttentionBackend):
         """The reason why no backend of flashtile runs such layers on this GPU; None if one does."""
         if device_capability is None:
             return None
+        besides = [*["sinks"] * has_sink, *["batch_invariant"] * envs.VLLM_BATCH_INVARIANT]
         found = flashtile.supports(
             head_size, dtype=dtype, cache_dtype=EIGHT_BITS.get(kv_cache_dtype or ""),
-            page_size=block_size or 16, besides=["sinks"] if has_sink else [],
+            page_size=block_size or 16, besides=besides,
             compute_capability=(device_capability.major, device_capability.minor),
         )  # fmt: skip
         return None if found else "; ".join(f"{name}: {', '.join(why)}" for name, why in found.reasons.items())

@@ -13,11 +13,17 @@ NAME = "flashtile"
 
 def register() -> None:
     """Makes the name known to SGLang; a second time it does nothing."""
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
-    if NAME not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([NAME])
+    # The last two lists are for --enable-deterministic-inference, without and with prefixes in the cache.
+    for known in (
+        choices.ATTENTION_BACKEND_CHOICES,
+        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
+        if NAME not in known:
+            known.append(NAME)
     if NAME not in ATTENTION_BACKENDS:
         register_attention_backend(NAME)(create)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from flashtile.call.arguments import BACKENDS, Grads, checked
+from flashtile.call.arguments import BACKENDS, BY_KIND, STRICT, Grads, checked
 from flashtile.call.backend import DIRECTIONS, FEATURES, Backend, Build, Capabilities, Direction, Feature, directions_of
 from flashtile.call.problem import TINY, Problem
 from flashtile.core import settings
@@ -148,6 +148,8 @@ def explain(problem: Problem, name: str | None = None, only: Direction | None = 
         parts = [f"{b.name}: {b.describe(p, direction)}" for b, p in shares(chosen, problem, direction)]
         apart = " and ".join(_APART[each] for each in _apart(chosen, problem, direction))
         lines.append(f"{direction}: {f'; gradient of {apart}: '.join(parts)}")
+        if direction in ("forward", "decode") and (problem.varlen or problem.cached):
+            lines.append(f"  {_of_bits(chosen.capabilities(direction), problem)}")
         if shapes is not None:
             lines += kernels(chosen, problem, direction, shapes)
         for other in NAMES:
@@ -160,6 +162,18 @@ def explain(problem: Problem, name: str | None = None, only: Direction | None = 
                     )
                 lines.append(f"  not {other}: {against}")
     return "\n".join(lines)
+
+
+def _of_bits(able: Capabilities | None, problem: Problem) -> str:
+    """Whether rows have bits of their own, by the backend that runs a packed or cached call."""
+    found = "" if able is None else able.invariance(problem)
+    if not found:
+        return "not batch-invariant, which batch_invariant=True asks for"
+    kinds = {
+        STRICT: "batch-invariant, strictly",
+        BY_KIND: "batch-invariant, rows of few queries and of many by themselves",
+    }
+    return kinds[found] + ("" if problem.batch_invariant else ", without being asked")
 
 
 def kernels(chosen: Backend, problem: Problem, direction: Direction, shapes: Any) -> list[str]:

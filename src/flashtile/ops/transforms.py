@@ -61,6 +61,8 @@ class _Reverse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
         *inputs, out, lse = ctx.saved_tensors
         options = ctx.options._replace(grads=grads_of("grads", ctx.needs_input_grad[3:]))
         dout = torch.zeros_like(out) if dout is None else dout

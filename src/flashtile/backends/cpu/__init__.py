@@ -22,12 +22,12 @@ from flashtile.call.problem import DTYPES, Problem, Tensors
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
 _OF_REGULAR = {
     "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "intervals", "block_lists",
-    "score_mod", "mask_mod", "operand_grad", "max_scores",
+    "score_mod", "mask_mod", "operand_grad", "max_scores", "batch_invariant",
 }  # fmt: skip
 _CAPABILITIES = Capabilities(device_types=("cpu",), dtypes=DTYPES, max_head_dim=None, features=_COMMON | _OF_REGULAR)
 _OF_DECODE = {
     "alibi", "chunk", "pages", "float8_cache", "tree_mask", "causal_each", "intervals", "score_mod", "mask_mod", "qv",
-    "float8_rows", "max_scores",
+    "float8_rows", "max_scores", "batch_invariant",
 }  # fmt: skip
 _DECODE = dataclasses.replace(_CAPABILITIES, features=_COMMON | _OF_DECODE, limits=(BIG_FUNCTIONS,))
 _QUANTIZED = dataclasses.replace(

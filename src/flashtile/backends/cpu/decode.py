@@ -8,12 +8,13 @@ one sequence at a time.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu import forward
+from flashtile.backends.cpu import forward, invariant
 from flashtile.call.arguments import Options
 from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors, first_of, tree_pairs
 from flashtile.call.cached_problem import bands_of, lengths_of
@@ -72,8 +73,9 @@ def decode(problem: Problem, one: Problem, t: CacheTensors) -> Tensor:
         counted = one.score_function is not None or one.mask_function is not None or one.intervals
         if problem.band.left is not None and not counted:
             first = max(0, stop - start - q.shape[0] - problem.band.left)
-            # Chunks are counted from the first key.
-            start += first if problem.band.chunk is None else first // problem.band.chunk * problem.band.chunk
+            # Chunks are counted from the first key, and so are tiles if their places matter.
+            unit = math.lcm(problem.band.chunk or 1, invariant.KEYS if problem.batch_invariant else 1)
+            start += first // unit * unit
         k, v = (_keys(problem, one, t, x, scale, b, (min(start, stop), stop)) for x, scale in _caches(t))
         k = k if t.qv is None else torch.cat([v, k], dim=-1)
         slopes = t.alibi_slopes

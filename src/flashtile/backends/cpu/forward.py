@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu import flash, plan, tiles
+from flashtile.backends.cpu import flash, invariant, plan, tiles
 from flashtile.backends.cpu.order import order_of
 from flashtile.backends.cpu.paths import Path, adds_tiles, are_large, kernel_fits, paths
 from flashtile.backends.cpu.plan import DenseSequences, KeptPairs, Rectangle
@@ -40,6 +40,8 @@ def forward(
 
 def _forward(problem: Problem, tensors: Tensors, first: int) -> State:
     q = tensors.q
+    if problem.batch_invariant:
+        return invariant.forward(problem, tensors, _empty_state(problem, q), first)
     if (order := order_of(problem, tensors)) is not None:
         out, lse = _forward(problem, order.tensors, first)
         places = order.places()
@@ -132,6 +134,8 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 def describe(problem: Problem) -> str:
     """The path in one line, for finite inputs."""
+    if problem.batch_invariant:
+        return invariant.describe()
     if not kernel_fits(problem):
         rows = plan.tile_rows(problem.num_heads_q)
         return f"tiles of {rows} x {plan.TILE_KEYS} scores through matrix products, merged by log-sum-exp"

@@ -121,6 +121,10 @@ def _is_odd_float8_cache(p: Problem) -> bool:
 
 
 ODD_FLOAT8_CACHE = Limit("float8 caches of odd widths, or not aligned to 16 bytes", _is_odd_float8_cache)
+# A block's probabilities are multiplied by its pages' scales over the largest of these.
+INVARIANT_SCALES = Limit(
+    "batch_invariant=True with scales by page", lambda p: bool(p.batch_invariant) and p.paged_scales
+)
 SPLIT_FORWARD = SplitForward("split_forward", "forward", "gpu.decode", takes=is_split)
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, bounded, hopper_rows
+from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, bounded, hopper_rows, most_few
 from flashtile.backends.gpu.table import (
+    INVARIANT_SCALES,
     ODD_FLOAT8_CACHE,
     SPLIT_FORWARD,
     CachedKernel,
@@ -18,7 +19,7 @@ from flashtile.backends.gpu.table import (
 )
 from flashtile.backends.gpu.trial import tried
 from flashtile.call.arguments import FLOAT8
-from flashtile.call.backend import Capabilities, Direction, Limit
+from flashtile.call.backend import INVARIANT_GPUS, Capabilities, Direction, Limit
 from flashtile.call.problem import Problem
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def _against_decode(problem: Problem, sizes: tuple[int, ...], unit: int) -> dict
 
 def _is_latent(problem: Problem) -> bool:
     # Tiles on trial for the Triton kernel are for it alone.
-    return problem.qv and tried("decode") is None
+    # And this kernel divides keys among multiprocessors by all lengths of the batch.
+    return problem.qv and tried("decode") is None and not problem.batch_invariant
 
 
 def _against_latent(problem: Problem) -> list[str]:
@@ -68,8 +70,10 @@ def _against_latent(problem: Problem) -> list[str]:
 
 def _is_prompt(problem: Problem) -> bool:
     """Whether sequences, or of packed ones the longest that there may be, have more rows than the decode kernels'."""
-    rows = problem.seqlen_q * problem.group_size
-    return rows > _MOST_ROWS_OF_WIDE and not problem.qv and tried("decode") is None
+    rows, most = problem.seqlen_q * problem.group_size, _MOST_ROWS_OF_WIDE
+    if problem.batch_invariant:
+        most = most_few(problem)
+    return rows > most and not problem.qv and tried("decode") is None
 
 
 def _against_forward(problem: Problem) -> list[str]:
@@ -83,32 +87,45 @@ def _against_forward(problem: Problem) -> list[str]:
         f"head_dim that is no multiple of {unit}": p.head_dim % unit > 0 or p.head_dim_v % unit > 0,
         "strides that TMA cannot read": not p.aligned,
         "tree_mask": p.tree,
+        "batch_invariant=True with ALiBi both ways": _is_alibi_by_tile(p),
     })  # fmt: skip
+
+
+def _is_alibi_by_tile(problem: Problem) -> bool:
+    """Whether a row's tile says in which of two ways ALiBi is added: where rows see keys past their own."""
+    both_ways = problem.band.right != 0 or problem.causal_each
+    return bool(problem.batch_invariant) and problem.alibi and both_ways
 
 
 class _Prompts(CachedKernel):
     def describe(self, table: GpuBackend, problem: Problem) -> str:
         rows = f"{problem.seqlen_q * problem.group_size} rows a key head: {super().describe(table, bounded(problem))}"
         few = f"; up to {FEW_ROWS} rows over more than {LONG_KEYS} keys in Triton, splits merged"
+        if problem.batch_invariant:
+            few = f"; up to {most_few(problem)} rows in Triton, splits merged"
         return rows + few * leaves_few(problem)
 
     def attend(self, problem: Problem, tensors: Any) -> list[Attention]:
         decode, launch = module("gpu.decode.launch"), module("hopper.forward.paged.launch").cached_launch
         has_few = leaves_few(problem)
         # The forward needs no workspace, and one counter, of tiles.
-        made = [decode.Attention(launch(problem, tensors, (FEW_ROWS, LONG_KEYS) if has_few else None), 0, 1)]
+        few = (most_few(problem), -1) if problem.batch_invariant else (FEW_ROWS, LONG_KEYS)
+        made = [decode.Attention(launch(problem, tensors, few if has_few else None), 0, 1)]
         return made + (decode.attend(problem, tensors, few=True) if has_few else [])
 
 
 def leaves_few(problem: Problem) -> bool:
     """Whether packed sequences of few rows may have so many keys that they are left to a kernel that splits them."""
+    if problem.batch_invariant:
+        return problem.varlen and most_few(problem) > 0
     return problem.varlen and problem.seqlen_k > LONG_KEYS
 
 
 def _is_wide(problem: Problem) -> bool:
     if (held := tried("decode")) is not None:
         return held.specialised and not problem.qv
-    return _MOST_ROWS_OF_TRITON < hopper_rows(problem) <= _MOST_ROWS_OF_WIDE and not problem.qv
+    is_wide = _MOST_ROWS_OF_TRITON < hopper_rows(problem) <= _MOST_ROWS_OF_WIDE
+    return is_wide and not problem.qv and not problem.batch_invariant
 
 
 def _against_wide(problem: Problem) -> list[str]:
@@ -165,12 +182,13 @@ KERNELS = (
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks"})
 _BOTH = _COMMON | {
     "alibi", "chunk", "mask", "bias", "dropout", "deterministic", "intervals", "block_lists", "score_mod", "mask_mod",
-    "max_scores",
+    "max_scores", "batch_invariant",
 }  # fmt: skip
 _LISTS = (
     Limit("block lists of blocks that are no multiples of 128", lambda p: any(n % 128 for n in p.listed[:2])),
     Limit("block lists at head_dim past 256", lambda p: p.listed != () and _is_big(p)),
 )
+_OF_FORWARD = (Limit("batch_invariant=True with ALiBi both ways", _is_alibi_by_tile),)
 _OF_BACKWARD = (
     Limit("interval masks or block lists by head, of grouped heads", lambda p: p.by_head and p.group_size > 1),
     Limit(
@@ -188,11 +206,12 @@ _FORWARD = Capabilities(
     max_head_dim=512,
     head_dim_multiple=8,
     nvidia=True,
+    always_invariant=True,
     slow_if_tiny=True,
     min_compute_capability=(9, 0),
     max_compute_capability=(9, 0),
     features=_BOTH | {"bias_grad", "operand_grad"},
-    limits=_LISTS,
+    limits=(*_LISTS, *_OF_FORWARD, INVARIANT_GPUS),
 )
 ABLE: dict[Direction, Capabilities] = {
     "forward": _FORWARD,
@@ -200,10 +219,10 @@ ABLE: dict[Direction, Capabilities] = {
         _FORWARD, chain_rows=128, chain_head_dim=256, features=_BOTH, limits=_LISTS + _OF_BACKWARD
     ),
     "decode": dataclasses.replace(
-        _FORWARD, head_dim_multiple=1, slow_if_tiny=False, limits=(ODD_FLOAT8_CACHE,),
+        _FORWARD, head_dim_multiple=1, slow_if_tiny=False, limits=(ODD_FLOAT8_CACHE, INVARIANT_SCALES, INVARIANT_GPUS),
         features=_COMMON
         | {"alibi", "chunk", "unaligned", "pages", "float8_cache", "float8_rows", "tree_mask", "causal_each", "qv"}
-        | {"max_scores"},
+        | {"max_scores", "batch_invariant"},
     ),
     "quantized": dataclasses.replace(
         _FORWARD, max_head_dim=256, dtypes=(FLOAT8,), head_dim_multiple=16, slow_if_tiny=False, features=_COMMON,

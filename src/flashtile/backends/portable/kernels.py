@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.backends.gpu.table import (
+    INVARIANT_SCALES,
     ODD_FLOAT8_CACHE,
     SPLIT_FORWARD,
     CachedKernel,
@@ -16,7 +17,7 @@ from flashtile.backends.gpu.table import (
     module,
 )
 from flashtile.call.arguments import FLOAT8
-from flashtile.call.backend import BIG_FUNCTIONS, Capabilities, Direction, Given, Limit, Plan
+from flashtile.call.backend import BIG_FUNCTIONS, INVARIANT_GPUS, Capabilities, Direction, Given, Limit, Plan
 from flashtile.call.problem import Problem
 from flashtile.core import settings
 
@@ -51,26 +52,31 @@ KERNELS = (
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
 _OF_REGULAR = {
     "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "intervals", "block_lists",
-    "score_mod", "mask_mod", "operand_grad", "max_scores",
+    "score_mod", "mask_mod", "operand_grad", "max_scores", "batch_invariant",
 }  # fmt: skip
 _OF_DECODE = {
     "alibi", "chunk", "pages", "float8_cache", "tree_mask", "causal_each", "intervals", "score_mod", "mask_mod", "qv",
-    "float8_rows", "max_scores",
+    "float8_rows", "max_scores", "batch_invariant",
 }  # fmt: skip
 _REGULAR = Capabilities(
     device_types=("cuda",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     max_head_dim=512,
     min_compute_capability=(8, 0),
+    always_invariant=True,
     features=_COMMON | _OF_REGULAR,
     limits=(
         Limit("block lists of blocks that are no multiples of 16", lambda p: any(n % 16 for n in p.listed[:2])),
+        INVARIANT_GPUS,
     ),
 )  # fmt: skip
 ABLE: dict[Direction, Capabilities] = {
     "forward": _REGULAR,
     "backward": _REGULAR,
-    "decode": dataclasses.replace(_REGULAR, features=_COMMON | _OF_DECODE, limits=(BIG_FUNCTIONS, ODD_FLOAT8_CACHE)),
+    "decode": dataclasses.replace(
+        _REGULAR, features=_COMMON | _OF_DECODE,
+        limits=(BIG_FUNCTIONS, ODD_FLOAT8_CACHE, INVARIANT_SCALES, INVARIANT_GPUS),
+    ),
     # Products of e4m3 numbers.
     "quantized": dataclasses.replace(
         _REGULAR, max_head_dim=256, dtypes=(FLOAT8,), head_dim_multiple=16, min_compute_capability=(8, 9),

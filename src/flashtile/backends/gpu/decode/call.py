@@ -90,7 +90,12 @@ class DecodeResults(NamedTuple):
 
 
 class Splitting(NamedTuple):
-    """How keys are cut into splits, see ``config.SplitRule``."""
+    """How keys are cut into splits, see ``config.SplitRule``.
+
+    Attributes of batch-invariant calls:
+        FIXED: Keys of every split, which are counted from key 0 on; 0 for the rule.
+        most_states: Tiles of more splits than this store the states of runs alone; not read by the rule.
+    """
 
     programs: Any
     FEWEST_KEYS: Any
@@ -100,6 +105,8 @@ class Splitting(NamedTuple):
     RUN: Any
     LONG_KEYS: Any
     FEWEST_OF_LONG: Any
+    FIXED: Any = 0
+    most_states: Any = None
 
 
 class DecodeSchedule(NamedTuple):
@@ -116,6 +123,7 @@ class DecodeSchedule(NamedTuple):
         most_rows: With packed queries, only sequences with so many packed rows a key head at most are computed; None if
             no launch leaves any out.
         above_keys: And with more keys than these.
+        fewest_rows: And with so many packed rows at least; None if no launch leaves any out for that.
         SEARCH: How many sequences' work is summed at once, a power of two.
         KEEPS: Whether registers hold the fold of a tile's states beside the state of a run.
     """
@@ -131,6 +139,7 @@ class DecodeSchedule(NamedTuple):
     above_keys: Any
     SEARCH: Any
     KEEPS: Any
+    fewest_rows: Any = None
 
 
 class DecodeCall(NamedTuple):

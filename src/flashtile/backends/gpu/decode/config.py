@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashtile.backends.gpu.trial import tried
+from flashtile.call.arguments import STRICT
 from flashtile.call.problem import Problem
 
 
@@ -32,6 +33,8 @@ class SplitRule:
         fewest_of_long: Keys of a split of a sequence of more than 16 * fewest_keys: so many, or an eighth of the
             sequence if that is less. Among many such sequences, shorter splits take more time than programs without
             work.
+        fixed: Keys of every split, counted from key 0 on, in place of all of this but ``run``; 0 for the rule.
+        most_states: Tiles of more fixed splits store the states of runs alone: ``launch.WorkLimits`` says how many.
     """
 
     programs: int = 132
@@ -42,6 +45,8 @@ class SplitRule:
     run: int = 4
     long_keys: int = 2**30
     fewest_of_long: int = 0
+    fixed: int = 0
+    most_states: int | None = None
 
     def most(self, keys: int, rows: int, num_heads_kv: int, wanted: int) -> int:
         """The most splits of a sequence with so many packed rows a key head; ``wanted`` of them fill a device."""
@@ -51,6 +56,8 @@ class SplitRule:
 
     def bound(self, capacity: int, rows: int, num_tiles: int, num_heads_kv: int) -> int:
         """The most splits that a tile may have with at most ``capacity`` keys."""
+        if self.fixed:
+            return max(1, -(-capacity // self.fixed))
         wanted = max(self.programs // max(num_tiles * num_heads_kv, 1), 1)
         by_keys = max(wanted, -(-capacity // self.most_keys))
         return max(1, min(self.most(capacity, rows, num_heads_kv, wanted), by_keys, -(-capacity // self.fewest_keys)))
@@ -78,6 +85,15 @@ class DecodeTiles:
     splitting: SplitRule = SplitRule()
     specialised: bool = False
 
+    def bound_of_fixed(self, problem: Problem) -> int:
+        """The most fixed splits of a tile: a window's rows see but so many keys."""
+        band, keys, unit = problem.band, problem.seqlen_k, self.splitting.run * self.splitting.fixed
+        if band.left is not None:
+            rows = min(problem.seqlen_q, max(most_few(problem) // problem.group_size, 1))
+            seen = rows + max(band.left, band.chunk or 0) + unit
+            keys = min(keys, seen)
+        return self.splitting.bound(keys, 1, 1, 1)
+
     def options(self) -> dict[str, int]:
         """Triton's launch options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
@@ -101,10 +117,47 @@ def bounded(problem: Problem) -> Problem:
 FEW_ROWS, LONG_KEYS = 16, 8192
 
 
+# Keys of a split in batch-invariant calls, and in the interpreter. A key's split, and the run of that, follow from its
+# number. With four splits a run they are what the rule has for sequences of 2 to 4 thousand keys.
+FIXED_KEYS, FIXED_KEYS_INTERPRETED = 256, 64
+# Packed rows of the longest sequences in such calls: what more rows would change is not to be chosen.
+_MANY_ROWS = 2**16
+
+
+def most_few(problem: Problem) -> int:
+    """Packed rows a key head of the sequences that a batch-invariant call leaves to short tiles, which split keys.
+
+    They are ``FEW_ROWS``, or one query; none in a strict call, as other tiles may round otherwise.
+    """
+    return 0 if problem.batch_invariant == STRICT else max(FEW_ROWS, problem.group_size)
+
+
+def has_many(problem: Problem) -> bool:
+    """Whether sequences may have more rows than ``most_few``."""
+    return problem.seqlen_q * problem.group_size > most_few(problem)
+
+
+def choose_for_kind(problem: Problem, *, few: bool) -> DecodeTiles:
+    """The tiles of a batch-invariant call's sequences of few rows, or of more: the layer alone decides.
+
+    The states of more rows would take too much memory, so their keys are not split.
+    """
+    rows = most_few(problem) if few else _MANY_ROWS
+    tiles = choose(problem.but(seqlen_q=max(rows // problem.group_size, 1), varlen=True, batch_invariant=""))
+    if not few:
+        return replace(tiles, splitting=SplitRule(most_splits=1, most_slots=1, run=1))
+    fixed = FIXED_KEYS_INTERPRETED if problem.device_type == "cpu" else FIXED_KEYS
+    # A window's first key is anywhere in its run, the splits before it are computed in vain.
+    run = tiles.splitting.run if problem.band.left is None else 1
+    return replace(tiles, splitting=replace(tiles.splitting, fixed=fixed, run=run))
+
+
 def choose(problem: Problem, *, few: bool = False) -> DecodeTiles:
     """The tiles of a call, or of its sequences with ``FEW_ROWS`` alone."""
     if (held := tried("decode")) is not None:
         return held
+    if problem.batch_invariant:
+        return choose_for_kind(problem, few=few or not has_many(problem))
     if problem.device_type == "cpu":
         return DecodeTiles(16, 16, 4, 1, 1, SplitRule(programs=8, fewest_keys=16, most_keys=64, most_splits=8))
     dim, block_m = max(problem.head_dim, problem.head_dim_v), FEW_ROWS if few else rows_of_tile(problem)

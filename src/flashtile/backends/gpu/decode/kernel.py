@@ -494,6 +494,7 @@ def share_tile(b, base, counter, place, shape, part, call):
     folds, rank, step = states.arrive(
         counter, part.stop - part.first, part.first // shape.item_states, shape.num_states,
         shape.num_states * part.count * call.out.DIM, part.waits, call.schedule.PATIENCE,
+        call.schedule.splitting.FIXED > 0,
     )  # fmt: skip
     if folds:
         RUN: tl.constexpr = call.schedule.splitting.RUN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from flashtile.backends.gpu.decode import records
 from flashtile.backends.gpu.decode.call import DecodeCall
-from flashtile.backends.gpu.decode.config import DecodeTiles, choose
+from flashtile.backends.gpu.decode.config import DecodeTiles, choose, has_many, most_few
 from flashtile.backends.gpu.host import kept
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.named import device_code
@@ -74,14 +75,24 @@ def plan(problem: Problem, tensors: CacheTensors, attend: Attend) -> DecodePlan:
         if counters:
             memory["counters"] = functools.partial(zeros, q.device, counters)
         appends = [] if t.k is None else [append_launch(problem, t)]
-        return memory, {launch.kernel.__name__: launch for launch in (*appends, *(each.launch for each in made))}
+        launches: dict[str, Launch] = {}
+        for launch in (*appends, *(each.launch for each in made)):
+            name = launch.kernel.__name__
+            launches[f"{name}_of_few" if name in launches else name] = launch
+        return memory, launches
 
     return DecodePlan(tensors.q.device, prepare, max_scores=max_scores_memory(problem, tensors.q))
 
 
 def attend(problem: Problem, tensors: CacheTensors, *, few: bool = False) -> list[Attention]:
-    """The launch that attends with the Triton kernel; ``few`` as in ``attention_launch``."""
-    return [attention(problem, tensors, choose(problem, few=few), few=few)]
+    """The launch that attends with the Triton kernel; ``few`` as in ``attention_launch``.
+
+    In batch-invariant calls packed sequences of few rows and of more have a launch each.
+    """
+    made = [attention(problem, tensors, choose(problem, few=few), few=few)]
+    if problem.batch_invariant and problem.varlen and not few and has_many(problem) and most_few(problem):
+        made += attend(problem, tensors, few=True)
+    return made
 
 
 class WorkLimits:
@@ -94,12 +105,22 @@ class WorkLimits:
             build without a workspace.
         floats: Size of the workspace.
         counters: Two for each tile, 0 without a workspace.
+        most_states: As in ``SplitRule``.
     """
+
+    most_states: int | None = None
 
     def __init__(self, problem: Problem, tensors: CacheTensors, config: DecodeTiles) -> None:
         p, cut = problem, config.splitting
         group, heads, capacity = p.group_size, p.num_heads_kv, p.seqlen_k
-        if p.varlen:
+        if cut.fixed:
+            rows, splits = rows_of_few(problem, tensors), config.bound_of_fixed(problem)
+            self.tiles = heads * (-(-rows // config.block_m) + p.batch + 1)
+            self.items = self.tiles * splits
+            # As much memory as by the rule, if runs alone do not take more.
+            self.most_states = max(p.batch * cut.most_slots // max(rows * heads, 1), 1)
+            slots = heads * rows * max(min(splits, self.most_states), -(-splits // cut.run))
+        elif p.varlen:
             rows = tensors.q.shape[0] * group
             splits = cut.bound(capacity, group, 1, heads)
             self.tiles = heads * (-(-rows // config.block_m) + p.batch + 1)
@@ -116,6 +137,12 @@ class WorkLimits:
         self.slots = max(-(-slots // 4) * 4 if splits > 1 else 0, 4 * config.specialised)
         self.floats = self.slots * (p.head_dim_v + 2)
         self.counters = 2 * self.tiles if self.slots else 0
+
+
+def rows_of_few(problem: Problem, tensors: CacheTensors) -> int:
+    """The most packed rows a key head of all sequences of few rows, and of the rows past the last one."""
+    rows = math.prod(tensors.q.shape[:-2]) * problem.group_size
+    return min(rows, (problem.batch + 1) * most_few(problem)) if has_many(problem) else rows
 
 
 _CHUNK = 1 << 20
@@ -153,6 +180,8 @@ def attention_call(
 ) -> tuple[DecodeCall, int]:
     """The records of the attention, and the number of its programs; see ``attention_launch``."""
     p, bounds, heads_in_step = problem, WorkLimits(problem, tensors, config), heads_in_step_of(problem, config, num_sms)
+    if bounds.most_states is not None:
+        config = replace(config, splitting=replace(config.splitting, most_states=bounds.most_states))
     most = max(num_sms * config.programs_per_sm // heads_in_step, 1) * heads_in_step
     return (
         records.call_of(p, tensors, config, bounds.slots, heads_in_step, few=few),

@@ -18,7 +18,15 @@ from flashtile.backends.gpu.decode.call import (
     Rotation,
     Splitting,
 )
-from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, DecodeTiles, bounded, hopper_rows
+from flashtile.backends.gpu.decode.config import (
+    FEW_ROWS,
+    LONG_KEYS,
+    DecodeTiles,
+    bounded,
+    has_many,
+    hopper_rows,
+    most_few,
+)
 from flashtile.backends.gpu.device.records import KeyBand, Mod, Mods, Rows, Sequences, Tree
 from flashtile.backends.gpu.launch import Pointer, pointer
 from flashtile.backends.gpu.masks import intervals_of
@@ -185,14 +193,17 @@ def _schedule(problem: Problem, config: DecodeTiles, heads_in_step: int, few: bo
     most = 16 if 64 < hopper_rows(p) <= 128 else 8
     ahead = max(min(most, 8192 // (fold_rows * padded(p.head_dim_v))) // cut.run, 1) * cut.run
     # Numbers wherever there may be others, so that one build serves sequences of few rows and whole calls of them.
-    most_rows = above_keys = None
+    most_rows = above_keys = fewest_rows = None
     if p.varlen and not config.specialised:
         most_rows, above_keys = (FEW_ROWS, LONG_KEYS) if few else (2**30, -1)
+    if p.varlen and p.batch_invariant:
+        most_rows, above_keys = most_few(p) if few else 2**30, -1
+        fewest_rows = most_few(p) + 1 if has_many(p) and not few else 0
     search = search_of(p.batch, p.varlen, 64 if config.specialised else 32)
     return DecodeSchedule(
         config.block_m, config.block_n, fold_rows, ahead, heads_in_step, 64 if p.device_type == "cuda" else 1,
         Splitting(*dataclasses.astuple(cut)), most_rows, above_keys, search,
-        config.block_m * padded(p.head_dim_v) <= 16 * 128,
+        config.block_m * padded(p.head_dim_v) <= 16 * 128, fewest_rows,
     )  # fmt: skip
 
 

@@ -10,6 +10,9 @@ from flashtile.backends.gpu.device import softmax
 # A tile's first counter: bits for the number of stored states, and above them one for each program that waits.
 _STATE_BITS, _HELPERS = tl.constexpr(8), tl.constexpr(23)
 _ALL_STATES, _ALL_HELPERS = tl.constexpr(2**8 - 1), tl.constexpr(2**23 - 1)
+# The same where tiles may have many states.
+_MANY_STATE_BITS, _MANY_HELPERS = tl.constexpr(15), tl.constexpr(16)
+_ALL_MANY_STATES, _ALL_MANY_HELPERS = tl.constexpr(2**15 - 1), tl.constexpr(2**16 - 1)
 
 
 @triton.jit
@@ -106,7 +109,7 @@ def load_state(slot, pitch, number, num_states, exists, call):
 
 
 @triton.jit
-def arrive(counter, count, member, goal, numbers, waits, PATIENCE: tl.constexpr):
+def arrive(counter, count, member, goal, numbers, waits, PATIENCE: tl.constexpr, MANY: tl.constexpr = False):
     """Counts stored states of a tile; says whether the caller folds the tile, and with how many others.
 
     Programs with nothing else to do wait to help fold a large tile, for a bounded time: the others may not be resident.
@@ -117,36 +120,41 @@ def arrive(counter, count, member, goal, numbers, waits, PATIENCE: tl.constexpr)
         counter: The first of the two.
         count: States that have been stored.
         member: The caller's number in the tile.
-        goal: States of the tile, at most 255.
+        goal: States of the tile, at most 255, or 32767 if MANY.
         numbers: What all of them hold together; with fewer than 16,384 of them nobody waits.
         waits: Whether the caller would wait.
         PATIENCE: How often it looks; 0 for never.
+        MANY: Whether there may be many states, and so fewer programs that wait.
 
     Returns:
         Whether the caller folds; its number among those that do; how many they are.
     """
-    helps = waits & (numbers >= 16384) & (member < _HELPERS) & (PATIENCE > 0)
-    bit = tl.where(helps, 1 << (tl.minimum(member, _HELPERS - 1) + _STATE_BITS), 0)
+    BITS: tl.constexpr = _MANY_STATE_BITS if MANY else _STATE_BITS
+    HELPERS: tl.constexpr = _MANY_HELPERS if MANY else _HELPERS
+    ALL_STATES: tl.constexpr = _ALL_MANY_STATES if MANY else _ALL_STATES
+    ALL_HELPERS: tl.constexpr = _ALL_MANY_HELPERS if MANY else _ALL_HELPERS
+    helps = waits & (numbers >= 16384) & (member < HELPERS) & (PATIENCE > 0)
+    bit = tl.where(helps, 1 << (tl.minimum(member, HELPERS - 1) + BITS), 0)
     before = tl.load(counter + 1, volatile=True)
     # All threads have stored before one of them says so.
     tl.debug_barrier()
     stored = tl.atomic_add(counter, count + bit, sem="acq_rel")
-    helpers, rank, folds = stored >> _STATE_BITS, 0, False
-    if (stored & _ALL_STATES) + count == goal:
+    helpers, rank, folds = stored >> BITS, 0, False
+    if (stored & ALL_STATES) + count == goal:
         folds = True
         # By an atomic: a program that gives up waiting may have yet to take its bit back.
         tl.atomic_xchg(counter, 0, sem="relaxed")
         if helpers != 0:
-            tl.atomic_xchg(counter + 1, ((((before >> _HELPERS) + 1) & 0xFF) << _HELPERS) | helpers, sem="release")
+            tl.atomic_xchg(counter + 1, ((((before >> HELPERS) + 1) & 0xFF) << HELPERS) | helpers, sem="release")
     elif helps:
-        helpers, folds = wait_for_others(counter, before, bit, goal, PATIENCE)
-        helpers = helpers & _ALL_HELPERS
-        rank = 1 + count_bits(helpers & ((bit >> _STATE_BITS) - 1))
+        helpers, folds = wait_for_others(counter, before, bit, goal, PATIENCE, ALL_STATES)
+        helpers = helpers & ALL_HELPERS
+        rank = 1 + count_bits(helpers & ((bit >> BITS) - 1))
     return folds, rank, 1 + count_bits(helpers)
 
 
 @triton.jit
-def wait_for_others(counter, before, bit, goal, PATIENCE: tl.constexpr):
+def wait_for_others(counter, before, bit, goal, PATIENCE: tl.constexpr, ALL_STATES: tl.constexpr):
     """Polls counter[1] until its epoch changes or patience ends; returns it and whether it changed."""
     now, polls, waits = before, 0, True
     while waits:
@@ -156,7 +164,7 @@ def wait_for_others(counter, before, bit, goal, PATIENCE: tl.constexpr):
         if waits & (polls == PATIENCE):
             # Whoever stored the last state relies on each helper that it saw a bit of, then zeroes the counter.
             stored = tl.atomic_and(counter, ~bit)
-            waits = ((stored & bit) == 0) | ((stored & _ALL_STATES) == goal)
+            waits = ((stored & bit) == 0) | ((stored & ALL_STATES) == goal)
     return now, now != before
 
 

@@ -20,7 +20,7 @@ class SequenceWork(NamedTuple):
         high: The end of the keys: new ones included.
         num_tiles: Tiles of a key head.
         num_splits: Splits of a tile.
-        chunk: Keys of a split, a multiple of BLOCK_N; the first begins at low, rounded down to such a multiple.
+        chunk: Keys of a split, a multiple of BLOCK_N; the first begins at ``first_of_splits``.
         num_states: States of a tile: of runs, or of splits.
         state_splits: Splits of a state.
         num_items: Work items of a tile.
@@ -80,6 +80,21 @@ def cut(keys, rows, num_tiles, num_heads_kv, BLOCK_N: tl.constexpr, splitting):
 
 
 @triton.jit
+def cut_at_fixed_keys(keys, splitting):
+    """As ``cut``, of splits that are all as long: a key's split follows from its number alone."""
+    return tl.maximum((keys + splitting.FIXED - 1) // splitting.FIXED, 1), keys * 0 + splitting.FIXED
+
+
+@triton.jit
+def first_of_splits(low, call):
+    """Where the splits begin of a sequence with ``low`` as its first key: at a block, or at a run of fixed splits."""
+    FIXED: tl.constexpr = call.schedule.splitting.FIXED
+    RUN: tl.constexpr = call.schedule.splitting.RUN
+    UNIT: tl.constexpr = RUN * FIXED if FIXED > 0 else call.schedule.BLOCK_N
+    return low // UNIT * UNIT
+
+
+@triton.jit
 def span_of(b, call):
     """The span of sequence b, a number or a tensor; beyond the batch there are no keys.
 
@@ -109,6 +124,9 @@ def span_of(b, call):
         is_asked = (num_rows * GROUP <= call.schedule.most_rows) & (high > call.schedule.above_keys)
         num_rows = tl.where(is_asked, num_rows, 0)
         each = num_rows
+    if call.schedule.fewest_rows is not None:
+        num_rows = tl.where(num_rows * GROUP >= call.schedule.fewest_rows, num_rows, 0)
+        each = num_rows
     low = b * 0
     if call.leftpad is not None:
         low = tl.maximum(tl.load(call.leftpad + b, mask=exists, other=0), 0)
@@ -116,9 +134,12 @@ def span_of(b, call):
         if call.mods.band.chunk is not None:
             low = tl.maximum(low, low + masks.chunk_start(high - num_rows - low, call.mods.band.chunk))
         low = tl.maximum(low, high - num_rows - call.mods.band.left)
-    keys = tl.where(low < high, high - low // BLOCK_N * BLOCK_N, 0)
+    keys = tl.where(low < high, high - first_of_splits(low, call), 0)
     tiles = (each * GROUP + BLOCK_M - 1) // BLOCK_M
-    num_splits, chunk = cut(keys, each * GROUP, tiles, call.num_heads_kv, BLOCK_N, call.schedule.splitting)
+    if call.schedule.splitting.FIXED > 0:
+        num_splits, chunk = cut_at_fixed_keys(keys, call.schedule.splitting)
+    else:
+        num_splits, chunk = cut(keys, each * GROUP, tiles, call.num_heads_kv, BLOCK_N, call.schedule.splitting)
     return SequenceWork(first_row, num_rows, low, high, tl.where(num_rows > 0, tiles, 0), num_splits, chunk)
 
 
@@ -126,7 +147,10 @@ def span_of(b, call):
 def shape_of(span, sizing, call):
     """The ``SequenceWork`` of a span."""
     RUN: tl.constexpr = call.schedule.splitting.RUN
-    state_splits = tl.where(RUN * span.chunk <= sizing.run_keys, RUN, 1)
+    are_runs = RUN * span.chunk <= sizing.run_keys
+    if call.schedule.splitting.FIXED > 0:
+        are_runs = are_runs | (span.num_splits > call.schedule.splitting.most_states)
+    state_splits = tl.where(are_runs, RUN, 1)
     num_states = tl.where(state_splits == RUN, (span.num_splits + RUN - 1) // RUN, span.num_splits)
     num_items = num_states
     if sizing.grain > 1:
@@ -321,8 +345,8 @@ def blocks_of(b, first, state, stop_state, shape, call):
     """First block and end of the blocks of states; a tile that is not split needs only those that its rows may keep."""
     BLOCK_N: tl.constexpr = call.schedule.BLOCK_N
     keys = shape.state_splits * shape.chunk
-    start = shape.low // BLOCK_N * BLOCK_N + state * keys
-    stop = tl.minimum(shape.low // BLOCK_N * BLOCK_N + stop_state * keys, shape.high)
+    start = first_of_splits(shape.low, call) + state * keys
+    stop = tl.minimum(first_of_splits(shape.low, call) + stop_state * keys, shape.high)
     if shape.num_splits == 1:
         shift, row = shape.high - shape.num_rows, first // call.GROUP
         last = tl.minimum((first + call.schedule.BLOCK_M - 1) // call.GROUP, shape.num_rows - 1)

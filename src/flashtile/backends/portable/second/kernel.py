@@ -198,7 +198,7 @@ def kept_by_dropout(call, philox_key, b, m_first, n_first, BLOCK_M: tl.constexpr
 
 @triton.jit
 def keys_of(call, of, head_kv, keys, first, BLOCK: tl.constexpr):
-    """The rows of k, their direction, those of v, and theirs; an empty tuple for a direction that is 0."""
+    """The rows of k, their direction, the rows of v, and their direction; an empty tuple for a direction that is 0."""
     of_k, of_v = (), ()
     k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK, True)
     if of.k.ptr is not None:
@@ -211,7 +211,7 @@ def keys_of(call, of, head_kv, keys, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def queries_of(call, of, douts, h, queries, first, BLOCK: tl.constexpr):
-    """The rows of q, their direction, and those of dout."""
+    """The rows of q, their direction, and the rows of dout."""
     of_q = ()
     q = load_rows(HeadRows(call.q, h, queries), first, BLOCK, True)
     if of.q.ptr is not None:
@@ -286,8 +286,9 @@ def over_keys_again(call, dq, own, rows, terms, visit, blocks, of, tiles, place,
 
 
 @triton.jit
-def over_queries(call, dk, dv, own, cols, visit, blocks, of, douts, of_rows, changes, tiles, place):
+def over_queries(call, sums, own, cols, visit, blocks, of, douts, of_rows, changes, tiles, place):
     """Adds the tiles of some blocks of a head's rows to the gradients of k and v."""
+    dk, dv = sums
     PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
     CURVED: tl.constexpr = mods.place_of(call.mods.SCORES, "softcap") >= 0
     for position in tl.range(blocks.start, blocks.stop):
@@ -450,7 +451,7 @@ def attention_second_dkdv(call, douts, of_rows, of, changes, grads, tiles):
         for phase in tl.static_range(0 if LISTED else 2, 3):
             first, last = phase_blocks(phase, start, full_start, full_stop, stop, not LISTED)
             dk, dv = over_queries(
-                call, dk, dv, Half(k, of_k, v, of_v), cols,
+                call, (dk, dv), Half(k, of_k, v, of_v), cols,
                 Visit(
                     bias_of_head(of, place, head), head, philox_key_of(call, head.b, head.h),
                     phase == 0 or not LISTED,

@@ -52,7 +52,7 @@ class SecondPlan(Plan):
     def __call__(
         self, t: Tensors, of: tuple[Tensor | None, ...], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> SecondGradients:
-        """The gradients from what arrives for those of q, k, v, the bias and the sinks, each None for 0."""
+        """The gradients from what arrives for the gradients of q, k, v, the bias and the sinks, each None for 0."""
         p, names = self._problem, ("of_q", "of_k", "of_v", "of_bias", "of_sinks")
         made: Made = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, **dict(zip(names, of, strict=True))}
         made = self.run(t, made)
