@@ -12,6 +12,7 @@ from flashtile.call.arguments import Options
 from flashtile.call.cached_arguments import CacheOptions
 from flashtile.call.problem import Problem
 from flashtile.core.errors import UnsupportedError
+from flashtile.mods.curve import curved
 from flashtile.mods.graph import Graph, evaluate, places_of
 from flashtile.mods.record import Lowered, ModKey, lowered
 
@@ -124,6 +125,14 @@ class Function(NamedTuple):
     def values(self, ends: Sequence[int], at: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Nodes of the graph, see ``graph.evaluate``."""
         return evaluate(self.graph, ends, at, self.operands, self.numbers, dtype)
+
+    def curve_values(self, at: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A score mod's result, its slope, and that one's derivative, None for 0."""
+        slope = curved(self.graph.text)
+        assert slope.slope is not None
+        ends = [self.graph.result, slope.result, slope.slope]
+        final, own, curve = evaluate(slope, ends, at, self.operands, self.numbers, dtype)
+        return final, own, None if slope.is_const(slope.slope, 0.0) else curve
 
     def places(self, load: int, at: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Where a load reads, see ``graph.places_of``."""
