@@ -88,12 +88,20 @@ class Directions(NamedTuple):
     """Directions of a second derivative's inputs: ``records.Rows``, and of the bias ``ScoreTensor``.
 
     The pointer of what is 0 is None.
+
+    Attributes:
+        q: Of the queries.
+        k: Of the keys.
+        v: Of the values.
+        bias: Of the bias.
+        slope: ``Mod`` of the slope of the user's score mod; all None if that one's derivative is 0 and not needed.
     """
 
     q: Any
     k: Any
     v: Any
     bias: Any
+    slope: Any
 
 
 class SinkTangents(NamedTuple):

@@ -43,6 +43,4 @@ def reasons(problem: Problem) -> list[str]:
         why.append(f"more than {max(_OTHERS)} columns")
     if problem.deterministic and problem.bias_dtype is not None:
         why.append("deterministic=True beside a bias, which has its gradient from atomic adds")
-    if problem.score_function is not None:
-        why.append("a function of scores")
     return why
