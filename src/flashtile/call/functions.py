@@ -12,7 +12,6 @@ from flashtile.call.arguments import Options
 from flashtile.call.cached_arguments import CacheOptions
 from flashtile.call.problem import Problem
 from flashtile.core.errors import UnsupportedError
-from flashtile.mods.curve import curved
 from flashtile.mods.graph import Graph, evaluate, places_of
 from flashtile.mods.record import Lowered, ModKey, lowered
 
@@ -128,6 +127,8 @@ class Function(NamedTuple):
 
     def curve_values(self, at: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """A score mod's result, its slope, and that one's derivative, None for 0."""
+        from flashtile.mods.curve import curved  # what few programs need is not loaded by all
+
         slope = curved(self.graph.text)
         assert slope.slope is not None
         ends = [self.graph.result, slope.result, slope.slope]

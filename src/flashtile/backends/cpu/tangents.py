@@ -37,7 +37,7 @@ class Directions:
         return q, k, v
 
 
-class Step(NamedTuple):
+class TransformStep(NamedTuple):
     """A transform of a tile's scores: the tangent before it, its slope, and that one's derivative; None for 0."""
 
     before: Tensor | None
@@ -63,7 +63,7 @@ class TangentTile:
     probs: Tensor
     dropout: Tensor | None
     tangent: Tensor | None
-    steps: tuple[Step, ...]
+    steps: tuple[TransformStep, ...]
 
     @property
     def weights(self) -> Tensor:
@@ -78,7 +78,7 @@ def tangent_tile(
     q, k, v = tiles.operands(p, seq, tile)
     dtype = q.dtype
     of_q, of_k, _ = given.of(seq, tile, dtype)
-    scores, tangent, steps = product(p, q, k), None, list[Step]()
+    scores, tangent, steps = product(p, q, k), None, list[TransformStep]()
     if of_q is not None:
         tangent = product(p, of_q, k)
     if of_k is not None:
@@ -88,12 +88,12 @@ def tangent_tile(
         at = {"score": scores, **plan.pairs(seq, tile)}
         scores, slope, curve = modified(function, at, dtype, curves)
         if slope is not None:
-            steps.append(Step(tangent, slope, curve))
+            steps.append(TransformStep(tangent, slope, curve))
             tangent = None if tangent is None else tangent * slope
     if p.softcap > 0:
         capped = torch.tanh(scores / p.softcap)
         scores, slope = capped * p.softcap, 1 - capped * capped
-        steps.append(Step(tangent, slope, -2 / p.softcap * capped * slope))
+        steps.append(TransformStep(tangent, slope, -2 / p.softcap * capped * slope))
         tangent = None if tangent is None else tangent * slope
     if seq.slopes is not None:
         scores = scores - seq.slopes.to(dtype) * plan.distances(seq, tile)
@@ -112,7 +112,7 @@ def tangent_tile(
     if t.rng_state is not None:
         factor = tiles.kept(p, t.rng_state, seq, tile).to(dtype) / (1 - p.dropout_p)
     # A select instead of a product with 0 discards NaN of a masked pair.
-    steps = [Step(_kept(keep, x.before), torch.where(keep, x.slope, 0.0), _kept(keep, x.curve)) for x in steps]
+    steps = [TransformStep(_kept(keep, x.before), torch.where(keep, x.slope, 0.0), _kept(keep, x.curve)) for x in steps]
     return TangentTile((q, k, v), keep, probs, factor, _kept(keep, tangent), tuple(steps))
 
 

@@ -90,10 +90,10 @@ class Directions(NamedTuple):
     The pointer of what is 0 is None.
 
     Attributes:
-        q: Of the queries.
-        k: Of the keys.
-        v: Of the values.
-        bias: Of the bias.
+        q: Direction of the queries.
+        k: Direction of the keys.
+        v: Direction of the values.
+        bias: Direction of the bias.
         slope: ``Mod`` of the slope of the user's score mod; all None if that one's derivative is 0 and not needed.
     """
 

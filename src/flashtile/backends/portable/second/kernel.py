@@ -5,7 +5,8 @@
     before = scale * (dq @ k^T + q @ dk^T)             tangent = slope * before, plus the direction of the bias
     dprobs = dout @ v^T                                of_values = dout @ dv^T
 
-where dq, dk and dv are directions. A first kernel has for each row, by one pass over the keys,
+where dq, dk and dv are directions, and slope is the transforms'. A first kernel has for each row, by one pass over the
+keys,
 
     mu  = sum(probs * tangent)                         rho = sum(probs * (tangent * dprobs + of_values)) - mu * (delta +
     out = sum(probs * (tangent * v + dv)) - mu * out         sum(probs * dprobs))
@@ -15,7 +16,9 @@ and the other two recompute the tiles, one by blocks of queries for q, one by bl
     of_tangent = probs * (dprobs - delta)
     of_scores  = probs * (tangent * (dprobs - delta) + of_values - mu * dprobs - rho)
 
-So each element is summed by one program in a fixed order; the bias's alone are added up by atomic adds.
+For scores before the transforms both are multiplied by the slope, and ``of_tangent * before * curve`` is added to
+of_scores, where curve is the slope's derivative. So each element is summed by one program in a fixed order; the bias's
+alone are added up by atomic adds.
 """
 
 from __future__ import annotations
