@@ -84,7 +84,7 @@ class BiasSums(NamedTuple):
     SUM_COLS: Any
 
 
-class Directions(NamedTuple):
+class SecondInputs(NamedTuple):
     """Directions of a second derivative's inputs: ``records.Rows``, and of the bias ``ScoreTensor``.
 
     The pointer of what is 0 is None.

@@ -66,7 +66,7 @@ class Visit(NamedTuple):
 
     Attributes:
         of_bias: The direction of the bias for a head, ``mods.HeadTensor``; None for 0.
-        of_slope: The operands for a head of ``Directions.slope``; 0 where it is None.
+        of_slope: The operands for a head of ``SecondInputs.slope``; 0 where it is None.
         head: ``mods.Head``.
         philox_key: Its key for dropout.
         PARTIAL: As of ``mods.select``.
@@ -123,7 +123,7 @@ def tile_of(call, of, own, other, visit, at, lse, kept, edge):
 
     Args:
         call: ``records.Call``.
-        of: ``Directions``.
+        of: ``SecondInputs``.
         own: ``Half``.
         other: Likewise, the other side.
         visit: ``Visit``.
@@ -239,7 +239,7 @@ def kept_by_dropout(call, philox_key, b, m_first, n_first, BLOCK_M: tl.constexpr
 
 @triton.jit
 def keys_of(call, of, head_kv, keys, first, BLOCK: tl.constexpr):
-    """The rows of k, their direction, those of v, and theirs; an empty tuple for a direction that is 0."""
+    """The rows of k, their direction, the rows of v, and theirs; an empty tuple for a direction that is 0."""
     of_k, of_v = (), ()
     k = load_rows(HeadRows(call.k, head_kv, keys), first, BLOCK, True)
     if of.k.ptr is not None:
@@ -252,7 +252,7 @@ def keys_of(call, of, head_kv, keys, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def queries_of(call, of, douts, h, queries, first, BLOCK: tl.constexpr):
-    """The rows of q, their direction, and those of dout."""
+    """The rows of q, their direction, and the rows of dout."""
     of_q = ()
     q = load_rows(HeadRows(call.q, h, queries), first, BLOCK, True)
     if of.q.ptr is not None:
@@ -366,7 +366,7 @@ def attention_second_rows(call, douts, of_rows, of, sinks, out_ptr, made_ptr, ch
         call: ``records.Call``.
         douts: ``records.Rows`` of the output's gradient.
         of_rows: ``RowTerms``.
-        of: ``Directions``.
+        of: ``SecondInputs``.
         sinks: ``SinkTangents``.
         out_ptr: The forward's out, contiguous.
         made_ptr: The gradient of dout, contiguous.

@@ -24,7 +24,7 @@ from flashtile.backends.portable.backward.launch import (
 )
 from flashtile.backends.portable.backward.workspace import gqa_splits, num_rows, places_of, row_pitch, row_terms
 from flashtile.backends.portable.config import PortableTiles, tile_dims
-from flashtile.backends.portable.device.records import Directions, KeyGradients, RowChanges, SinkTangents
+from flashtile.backends.portable.device.records import KeyGradients, RowChanges, SecondInputs, SinkTangents
 from flashtile.backends.portable.records import (
     call_of,
     descriptors,
@@ -53,7 +53,7 @@ class SecondPlan(Plan):
     def __call__(
         self, t: Tensors, of: tuple[Tensor | None, ...], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> SecondGradients:
-        """The gradients from what arrives for those of q, k, v, the bias and the sinks, each None for 0."""
+        """The gradients from what arrives for the first ones, by q, k, v, the bias and the sinks; None for 0."""
         p, names = self._problem, ("of_q", "of_k", "of_v", "of_bias", "of_sinks")
         made: Made = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, **dict(zip(names, of, strict=True))}
         made = self.run(t, made)
@@ -136,7 +136,7 @@ def launches(problem: Problem, t: Tensors, made: Made) -> dict[str, Launch]:
     return found
 
 
-def _directions(problem: Problem, made: Made, config: PortableTiles, slope: Mod, *, over_keys: bool) -> Directions:
+def _directions(problem: Problem, made: Made, config: PortableTiles, slope: Mod, *, over_keys: bool) -> SecondInputs:
     """The directions of q, k, v and the bias; those that the loop of a kernel loads by descriptors if all can be."""
     block_d, block_dv = tile_dims(problem)
     columns = {"of_q": block_d, "of_k": block_d, "of_v": block_dv}
@@ -147,11 +147,11 @@ def _directions(problem: Problem, made: Made, config: PortableTiles, slope: Mod,
         for name, block in columns.items()
     )
     bias = made["of_bias"]
-    return Directions(q, k, v, _NO_BIAS if bias is None else score_tensor("of_bias", bias, 1), slope)
+    return SecondInputs(q, k, v, _NO_BIAS if bias is None else score_tensor("of_bias", bias, 1), slope)
 
 
 def _slope(problem: Problem, t: Tensors) -> Mod:
-    """``Directions.slope`` of a call."""
+    """``SecondInputs.slope`` of a call."""
     if problem.score_function is None:
         return _NO_SLOPE
     from flashtile.backends.gpu.functions import mod_of, module_of
