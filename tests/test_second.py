@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
-from flashtile import UnsupportedError, mods
+from flashtile import UnsupportedError
 from flashtile.backends.cpu.second import second
 from flashtile.call.arguments import Options, Tensors
 from flashtile.call.problem import Problem
 from flashtile.compat import flash_attn_2
 from flashtile.integrations import sdpa
+from flashtile.mods import curve
 from flashtile.ops import operators
 
 ROWS, KEYS = 3, 4
@@ -221,7 +222,167 @@ def test_what_has_no_such_derivative_says_so() -> None:
         of_first.sum().backward()
     with pytest.raises(UnsupportedError, match="no second derivative: its forward-mode derivative cannot"):
         jvp(lambda q: jvp(lambda q: ours(q, q, q), (q,), (q,))[1], (q,), (q,))
-    out = flashtile.attention(q, q, q, score_mod=mods.t5(torch.randn(32, 2)))
+
+
+class _OwnTanh(torch.autograd.Function):
+    """A function with its own backward, which is its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(y := torch.tanh(x))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * (1 - y * y)
+
+
+Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def scores(table: Tensor, cap: float = 1.3) -> dict[str, Score]:
+    """Functions of scores; the table is (heads, distances)."""
+    return {
+        "distance": lambda s, b, h, q, kv: s - 0.3 * (q - kv).abs(),
+        "read": lambda s, b, h, q, kv: s * table[h, (q - kv).abs()] + table[h, q].sin() * s * s,
+        "cap": lambda s, b, h, q, kv: cap * torch.tanh(s / cap),
+        "cap_inside": lambda s, b, h, q, kv: 0.1 * kv + cap * torch.tanh(s / cap),
+        "square": lambda s, b, h, q, kv: 0.5 * s * s,
+        "exp": lambda s, b, h, q, kv: torch.exp(0.3 * s) + torch.sigmoid(s) * s,
+        "where": lambda s, b, h, q, kv: torch.where(q > kv, (s * s + 1).sqrt(), torch.nn.functional.silu(s)),
+        "powers": lambda s, b, h, q, kv: (s * s + 0.5) ** 1.5 + (1.2 + 0.1 * h) ** s + s.abs() ** 2.5,
+        "logarithms": lambda s, b, h, q, kv: torch.log1p(s.exp()) + (s * s + 1).log2() + s.cos() * (s * s + 2).rsqrt(),
+        "corners": lambda s, b, h, q, kv: (
+            torch.maximum(s * s, 0.3 * s) - torch.minimum(s.sin(), s**3) + s * s.clamp(-0.4, 0.5) + s * s * s.floor()
+        ),
+        "remainders": lambda s, b, h, q, kv: s * torch.fmod(s * s, 0.9) + s * torch.remainder(s, s * s + 0.7),
+        "others": lambda s, b, h, q, kv: s * s.erf() + torch.exp2(s * 0.5) + 1 / (s * s + 1) - (s * s + 1).log(),
+        "own": lambda s, b, h, q, kv: s * _OwnTanh.apply(s),
+        "no_score": lambda s, b, h, q, kv: torch.where(kv % 2 == 0, 0.5 * h, 2 * s),
+        "infinite": lambda s, b, h, q, kv: torch.where(kv == 1, -torch.inf, s * s),
+        "root_of_0": lambda s, b, h, q, kv: torch.log(s * s * (kv != 1)),
+    }
+
+
+SCORES = [*scores(torch.ones(()))]
+BESIDE: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "lse": {"return_lse": True, "causal": True},
+    "softcap": {"softcap": 1.5, "alibi_slopes": torch.rand(2).double(), "return_lse": True, "window_size": (2, 1)},
+    "mask": {"mask_mod": lambda b, h, q, kv: kv != 2 + h},
+}
+
+
+# A softcap makes a finite score of log(0), but its slope is still infinite.
+@pytest.mark.parametrize(
+    ("name", "beside"), [x for x in itertools.product(SCORES, BESIDE) if x != ("root_of_0", "softcap")], ids=str
+)
+def test_gradients_of_gradients_with_functions_of_scores(name: str, beside: str) -> None:
+    torch.manual_seed(0)
+    score_mod = scores(torch.randn(2, 8, dtype=torch.float64))[name]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> Any:
+        given = dict(zip(["attn_bias"], bias, strict=False))
+        return flashtile.attention(q, k, v, score_mod=score_mod, **given, **BESIDE[beside])
+
+    bias = [leaf(2, 3, 4)] * (beside in ("lse", "softcap"))
+    inputs = leaf(2, ROWS, 2, 2), leaf(2, KEYS, 1, 2), leaf(2, KEYS, 1, 3)
+    assert torch.autograd.gradgradcheck(attend, (*inputs, *bias), fast_mode=True)
+
+
+def twice(score_mod: Score, x: Tensor, *more: Tensor) -> list[Tensor]:
+    """Gradients of a gradient penalty with respect to x and others."""
+    out = flashtile.attention(x, 2 * x, x, score_mod=score_mod)
+    (first,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+    return [*torch.autograd.grad(first.square().sum(), (x, *more))]
+
+
+def formula_of(score_mod: Score) -> Callable[[Tensor], Tensor]:
+    def attend(x: Tensor) -> Tensor:
+        x = x.transpose(-3, -2)
+        places = torch.meshgrid(*map(torch.arange, (1, 2, 5, 5)), indexing="ij")
+        scores = score_mod(2 * x @ x.transpose(-1, -2) / x.shape[-1] ** 0.5, *places)
+        return (scores.softmax(-1) @ x).transpose(-3, -2)
+
+    return attend
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_with_a_function_of_scores(way: str) -> None:
+    torch.manual_seed(0)
+    q, score_mod = torch.randn(1, 5, 2, 3, dtype=torch.float64), scores(torch.randn(2, 8, dtype=torch.float64))["read"]
+
+    def ours(q: Tensor) -> Tensor:
+        return flashtile.attention(q, 2 * q, q, score_mod=score_mod)
+
+    found, wanted = (WAYS[way](lambda q, f=f: f(q).sin().sum(), q) for f in (ours, formula_of(score_mod)))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_compiled_penalty_with_a_function_of_scores() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 5, 2, 3, dtype=torch.float64, requires_grad=True)
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s * s - 0.1 * (q - kv).abs()
+
+    def penalty(attend: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda q: grad(lambda q: attend(q).sin().sum())(q).square().sum()
+
+    def ours(q: Tensor) -> Tensor:
+        return flashtile.attention(q, 2 * q, q, score_mod=score_mod)
+
+    torch.compile(penalty(ours), backend="aot_eager", fullgraph=True)(q).backward()
+    torch.testing.assert_close(q.grad, grad(penalty(formula_of(score_mod)))(q.detach()))
+
+
+def test_a_slope_that_is_the_same_for_all_scores_has_no_derivative_whatever_is_detached() -> None:
+    torch.manual_seed(0)
+    q = leaf(1, 5, 2, 3)
+
+    def rounded(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s + (s.floor() - s).detach()
+
+    (found,) = twice(rounded, q)
+    out = formula_of(rounded)(q)
     (first,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
-    with pytest.raises(UnsupportedError, match="no second derivative: its backward"):
-        first.sum().backward()
+    torch.testing.assert_close(found, torch.autograd.grad(first.square().sum(), q)[0])
+
+
+def test_what_a_function_of_scores_captures_has_no_second_derivative() -> None:
+    q, table = leaf(1, 4, 2, 8), leaf(2)
+
+    def reads(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s * table[h]
+
+    with pytest.raises(UnsupportedError, match=r"no second derivative of captured tensors .*: its backward cannot"):
+        twice(reads, q)
+    with pytest.raises(UnsupportedError, match="no second derivative of captured tensors"):
+        twice(reads, q, table)
+
+    def of_table(t: Tensor, x: Tensor) -> Tensor:
+        out = flashtile.attention(x, x, x, score_mod=lambda s, b, h, q, kv: s * t[h])
+        return out.sin().sum()
+
+    x, t = q.detach(), table.detach()
+    with pytest.raises(UnsupportedError, match="no second derivative of captured tensors"):
+        grad(lambda t: grad(of_table, 1)(t, x).sum())(t)
+    with pytest.raises(UnsupportedError, match="captures"):
+        jvp(lambda t: grad(of_table, 1)(t, x), (t,), (t,))
+    with pytest.raises(UnsupportedError, match=r"captured tensors .*: its forward-mode derivative cannot"):
+        grad(lambda t: jvp(lambda x: of_table(t, x), (x,), (x,))[1])(t)
+    # By x alone, a table that requires grad elsewhere is a constant.
+    found = hessian(lambda x: of_table(table, x))(x)
+    torch.testing.assert_close(found, hessian(lambda x: of_table(t, x))(x))
+
+
+def test_functions_without_a_second_derivative_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = leaf(1, 4, 2, 8)
+    with pytest.raises(UnsupportedError, match=r"of this score_mod \(it detaches something or has a backward"):
+        twice(lambda s, b, h, q, kv: s * s.detach(), q)
+    curve.curved.cache_clear()
+    monkeypatch.delitem(curve.RULES, "sin")
+    with pytest.raises(UnsupportedError, match=r"of this score_mod \(there is none of its operator sin\)"):
+        twice(lambda s, b, h, q, kv: s.sin(), q)
+    curve.curved.cache_clear()

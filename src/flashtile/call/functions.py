@@ -125,6 +125,16 @@ class Function(NamedTuple):
         """Nodes of the graph, see ``graph.evaluate``."""
         return evaluate(self.graph, ends, at, self.operands, self.numbers, dtype)
 
+    def curve_values(self, at: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A score mod's result, its slope, and that one's derivative, None for 0."""
+        from flashtile.mods.curve import curved  # what few programs need is not loaded by all
+
+        slope = curved(self.graph.text)
+        assert slope.slope is not None
+        ends = [self.graph.result, slope.result, slope.slope]
+        final, own, curve = evaluate(slope, ends, at, self.operands, self.numbers, dtype)
+        return final, own, None if slope.is_const(slope.slope, 0.0) else curve
+
     def places(self, load: int, at: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Where a load reads, see ``graph.places_of``."""
         return places_of(self.graph, load, at, self.operands, self.numbers, dtype)

@@ -28,12 +28,14 @@ class GraphBuilder:
             if simpler is not None:
                 return simpler
         # Numbers are compared as texts, since -0.0 == 0.0 and nan != nan.
-        key = (op, kind, *map(repr, args))
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = len(self.nodes)
-            self.nodes.append(Node(op, kind, args))
-        return found
+        found = self._known.get((op, kind, *map(repr, args)))
+        return self.keep(Node(op, kind, args)) if found is None else found
+
+    def keep(self, node: Node) -> int:
+        """The new node of an operator as it is."""
+        op, kind, args = node
+        self.nodes.append(node)
+        return self._known.setdefault((op, kind, *map(repr, args)), len(self.nodes) - 1)
 
     def const(self, value: Any, kind: str) -> int:
         """A constant's node."""

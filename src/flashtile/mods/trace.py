@@ -69,7 +69,7 @@ def trace(
     Raises:
         TraceError: The function does something that a mod may not.
     """
-    with _nothing_else(), GraphRecorder(tensors) as recorder:
+    with nothing_else(), GraphRecorder(tensors) as recorder:
         try:
             return recorder.run(bound, what, numbers)
         except Exception as error:
@@ -77,7 +77,7 @@ def trace(
 
 
 @contextlib.contextmanager
-def _nothing_else() -> Iterator[None]:
+def nothing_else() -> Iterator[None]:
     """A context without transforms, modes and autocast, and with gradients."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 

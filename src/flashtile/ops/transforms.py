@@ -20,6 +20,7 @@ from flashtile.call.arguments import (
     Grads,
     Options,
     Tensors,
+    differentiable,
     grads_of,
 )
 from flashtile.call.problem import Problem
@@ -30,6 +31,7 @@ from flashtile.ops import operators as ops
 from flashtile.ops.operation import LIBRARY, Operator
 
 _MISSING = "attention has no {} cannot be differentiated"
+_OF_CAPTURED = "second derivative of captured tensors (detach those that score_mod reads)"
 
 
 class _Below:
@@ -125,7 +127,7 @@ def _of_jvp(grads: Sequence[Tensor | None], args: list[Any]) -> tuple[Iterable[s
     others = dout, dlse, given["out"], given["lse"]
     found = ops.SECOND.named_results(ops.SECOND.overload(*args[:count], *others, *args[count + 2 :]))
     t, options = ops.REGULAR.unflatten(args[count + 2 :])
-    options = options._replace(grads=grads_of("grads", [x is not None for x in ops.leaves_of(t)]))
+    options = options._replace(grads=grads_of("grads", [x is not None for x in differentiable(t)]))
     first = ops.watched_gradients(options, t, given["out"], given["lse"], dout, dlse)
     return given, {name: found[name] for name in GRADIENTS} | dict(zip(GRADIENTS.values(), first, strict=False))
 
@@ -208,8 +210,8 @@ def _backward(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     below, (primals, tangents) = _Below(ops.BACKWARD, keyset), _unpacked(args)
     needs_graph, is_dual = _needs_graph(primals), any(x is not None for x in tangents)
     results: tuple[Tensor, ...]
-    if (needs_graph or is_dual) and _has_score_function(primals[4:]):
-        results = _derivative(ops.BACKWARD, "second derivative: its backward")(keyset, *args)
+    if (needs_graph or is_dual) and (missing := _missing_for_functions(primals[4:])):
+        results = _derivative(ops.BACKWARD, f"{missing}: its backward")(keyset, *args)
         return results
     if needs_graph:
         with enable_single_level_autograd_function():
@@ -221,6 +223,8 @@ def _backward(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     of, plain = ops.BACKWARD.named(tangents), ops.BACKWARD.named(primals)
     if of["alibi_slopes"] is not None:
         raise InvalidInputError("alibi_slopes", "has a tangent, but slopes have no derivative; use attn_bias")
+    if of["operands"] is not None:
+        raise UnsupportedError(_MISSING.format(f"{_OF_CAPTURED}: its backward"))
     changes: list[Tensor | None] = [None] * len(GRADIENTS)
     if any(of[name] is not None for name in GRADIENTS):
         moved = ops.SECOND.overload(*(of[name] for name in GRADIENTS), *primals)
@@ -241,8 +245,10 @@ def _forward_mode(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     """The forward-mode operator under autograd: its results have gradients, and no tangents."""
     primals, tangents = _unpacked(args)
     results: tuple[Tensor, ...]
-    if not _needs_graph(primals) or any(x is not None for x in tangents) or _has_score_function(primals[7:]):
-        results = _derivative(ops.JVP, "second derivative: its forward-mode derivative")(keyset, *args)
+    is_dual = any(x is not None for x in tangents)
+    missing = "second derivative" if is_dual else _needs_graph(primals) and _missing_for_functions(primals[7:])
+    if missing or not _needs_graph(primals):
+        results = _derivative(ops.JVP, f"{missing}: its forward-mode derivative")(keyset, *args)
         return results
     with enable_single_level_autograd_function():
         results = _apply_twice(_Below(ops.JVP, keyset), _of_jvp, *args)
@@ -255,9 +261,19 @@ def _needs_graph(args: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)
 
 
-def _has_score_function(args: Sequence[Any]) -> bool:
-    """Whether the call of these arguments has a user's function of scores."""
-    return Problem.of(*ops.REGULAR.unflatten(args)).score_function is not None
+def _missing_for_functions(args: Sequence[Any]) -> str | None:
+    """The second derivative that the call of these arguments lacks because of its function of scores; None for none."""
+    t, options = ops.REGULAR.unflatten(args)
+    function = Problem.of(t, options).score_function
+    if function is None:
+        return None
+    from flashtile.mods import curve  # what few programs need is not loaded by all
+
+    read = len(function.operands)
+    if any(options.grads.operands[:read]) or any(x.requires_grad for x in (t.operands or ())[:read]):
+        return _OF_CAPTURED
+    why = curve.reason(function.text)
+    return why and f"second derivative of this score_mod ({why})"
 
 
 def _derivative(operator: Operator, what: str) -> Any:

@@ -66,7 +66,7 @@ def second(
         dlse: The same of lse, or None for 0.
         out: The forward's.
         lse: The forward's, with ``large_scores`` in parts.
-        tensors: The call's tensors, without users' functions of scores.
+        tensors: The call's tensors; what a user's function of scores reads is constant.
         problem: The call's problem.
     """
     with torch._C._DisableAutocast():
@@ -96,7 +96,7 @@ def _tiled(
             _add_to_rows(p, given, seq, place, tile, rows.of(place))
         _finish_rows(p, t, given, rows, seq.view(out), None if dlse is None else seq.lse_view(dlse), sinks)
         for place in places:
-            tile = tangent_tile(p, t, given, seq, place, rows.of(place).lse)
+            tile = tangent_tile(p, t, given, seq, place, rows.of(place).lse, curves=True)
             _add_gradients(p, given, seq, place, tile, rows.of(place), found)
     return SecondGradients(
         found.q.to(t.q.dtype), found.k.to(t.k.dtype), found.v.to(t.v.dtype), _like(bias, t.attn_bias),
@@ -185,12 +185,10 @@ def _add_gradients(
     of_tangent, of_scores = tile.probs * (dprobs - delta), tile.probs * weight
     if found.bias is not None and seq.bias is not None:
         backward.add_reduced(plan.four_dimensional(found.bias)[seq.bias_place], of_scores, place)
-    if tile.capped is not None:
-        slope = 1 - tile.capped * tile.capped
+    for before, slope, curve in reversed(tile.steps):
         of_scores = of_scores * slope
-        if tile.before is not None:
-            curve = -2 / p.softcap * tile.capped * slope
-            of_scores = of_scores + of_tangent * tile.before * curve
+        if before is not None and curve is not None:
+            of_scores = of_scores + of_tangent * before * curve
         of_tangent = of_tangent * slope
     of_rows, of_keys = tiles.weighted_sum(p, of_scores, k), backward.per_key(p, of_scores, q)
     if of_k is not None:

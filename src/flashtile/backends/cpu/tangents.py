@@ -6,13 +6,14 @@ Plain PyTorch, with every feature, on any device. Arithmetic is in float32, or f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import plan, tiles
 from flashtile.backends.cpu.plan import DenseSequences, Rectangle
-from flashtile.call.functions import score_function
+from flashtile.call.functions import Function, score_function
 from flashtile.call.problem import Problem, Tensors
 
 
@@ -36,6 +37,14 @@ class Directions:
         return q, k, v
 
 
+class TransformStep(NamedTuple):
+    """A transform of a tile's scores: the tangent before it, its slope, and that one's derivative; None for 0."""
+
+    before: Tensor | None
+    slope: Tensor
+    curve: Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class TangentTile:
     """A tile's probabilities, and the tangent of its scores; each ``(batch or 1, num_heads_q, rows, keys)``.
@@ -46,8 +55,7 @@ class TangentTile:
         probs: Probabilities, 0 for dropped pairs.
         dropout: Factor of each probability, 0 or 1/(1-p); None without dropout.
         tangent: Tangent of the scores, 0 for dropped pairs; None for 0.
-        before: The tangent before the softcap, likewise, without the bias's.
-        capped: The scores before the softcap, by its ``tanh``; None without one.
+        steps: The user's function of scores and the softcap, each 0 for dropped pairs; none with slope 1.
     """
 
     operands: tuple[Tensor, Tensor, Tensor]
@@ -55,8 +63,7 @@ class TangentTile:
     probs: Tensor
     dropout: Tensor | None
     tangent: Tensor | None
-    before: Tensor | None
-    capped: Tensor | None
+    steps: tuple[TransformStep, ...]
 
     @property
     def weights(self) -> Tensor:
@@ -65,27 +72,29 @@ class TangentTile:
 
 
 def tangent_tile(
-    p: Problem, t: Tensors, given: Directions, seq: DenseSequences, tile: Rectangle, lse: Tensor
+    p: Problem, t: Tensors, given: Directions, seq: DenseSequences, tile: Rectangle, lse: Tensor, curves: bool = False
 ) -> TangentTile:
-    """A tile from its rows' lse, in parts and +inf for an empty row."""
+    """A tile from its rows' lse, in parts and +inf for an empty row; ``curves``: whether its steps need theirs."""
     q, k, v = tiles.operands(p, seq, tile)
     dtype = q.dtype
     of_q, of_k, _ = given.of(seq, tile, dtype)
-    scores, before = product(p, q, k), None
+    scores, tangent, steps = product(p, q, k), None, list[TransformStep]()
     if of_q is not None:
-        before = product(p, of_q, k)
+        tangent = product(p, of_q, k)
     if of_k is not None:
         of_keys = product(p, q, of_k)
-        before = of_keys if before is None else before + of_keys
+        tangent = of_keys if tangent is None else tangent + of_keys
     if (function := score_function(p, t)) is not None:
         at = {"score": scores, **plan.pairs(seq, tile)}
-        scores, slope, _ = tiles.modified(function, at, dtype, True)
-        before = before if slope is None or before is None else before * slope
-    tangent, capped = before, None
+        scores, slope, curve = modified(function, at, dtype, curves)
+        if slope is not None:
+            steps.append(TransformStep(tangent, slope, curve))
+            tangent = None if tangent is None else tangent * slope
     if p.softcap > 0:
         capped = torch.tanh(scores / p.softcap)
-        scores = capped * p.softcap
-        tangent = None if before is None else before * (1 - capped * capped)
+        scores, slope = capped * p.softcap, 1 - capped * capped
+        steps.append(TransformStep(tangent, slope, -2 / p.softcap * capped * slope))
+        tangent = None if tangent is None else tangent * slope
     if seq.slopes is not None:
         scores = scores - seq.slopes.to(dtype) * plan.distances(seq, tile)
     if seq.bias is not None:
@@ -97,12 +106,28 @@ def tangent_tile(
     for kept in plan.selections(seq, tile, dtype):
         keep = keep & kept
     probs = probabilities(torch.where(keep, scores, -torch.inf), lse)
+    if function is not None:
+        keep = keep & (probs != 0)  # where a function makes -inf of a score, its slope may be anything
     factor = None
     if t.rng_state is not None:
         factor = tiles.kept(p, t.rng_state, seq, tile).to(dtype) / (1 - p.dropout_p)
     # A select instead of a product with 0 discards NaN of a masked pair.
-    before, tangent = (None if x is None else torch.where(keep, x, 0.0) for x in (before, tangent))
-    return TangentTile((q, k, v), keep, probs, factor, tangent, before, capped)
+    steps = [TransformStep(_kept(keep, x.before), torch.where(keep, x.slope, 0.0), _kept(keep, x.curve)) for x in steps]
+    return TangentTile((q, k, v), keep, probs, factor, _kept(keep, tangent), tuple(steps))
+
+
+def _kept(keep: Tensor, x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.where(keep, x, 0.0)
+
+
+def modified(
+    function: Function, at: dict[str, Tensor], dtype: torch.dtype, with_curve: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A user's function of scores, its slope (None for 1), and if ``with_curve`` that one's derivative (None for 0)."""
+    if not with_curve or function.graph.is_const(function.graph.slope, 1.0):
+        return *tiles.modified(function, at, dtype, True)[:2], None
+    final, slope, curve = function.curve_values(at, dtype)
+    return final.expand_as(at["score"]), slope, curve
 
 
 def probabilities(scores: Tensor, lse: Tensor) -> Tensor:

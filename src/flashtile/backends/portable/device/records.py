@@ -84,16 +84,24 @@ class BiasSums(NamedTuple):
     SUM_COLS: Any
 
 
-class Directions(NamedTuple):
+class SecondInputs(NamedTuple):
     """Directions of a second derivative's inputs: ``records.Rows``, and of the bias ``ScoreTensor``.
 
     The pointer of what is 0 is None.
+
+    Attributes:
+        q: Direction of the queries.
+        k: Direction of the keys.
+        v: Direction of the values.
+        bias: Direction of the bias.
+        slope: ``Mod`` of the slope of the user's score mod; all None if that one's derivative is 0 and not needed.
     """
 
     q: Any
     k: Any
     v: Any
     bias: Any
+    slope: Any
 
 
 class SinkTangents(NamedTuple):

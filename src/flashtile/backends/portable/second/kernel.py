@@ -5,7 +5,8 @@
     before = scale * (dq @ k^T + q @ dk^T)             tangent = slope * before, plus the direction of the bias
     dprobs = dout @ v^T                                of_values = dout @ dv^T
 
-where dq, dk and dv are directions. A first kernel has for each row, by one pass over the keys,
+where dq, dk and dv are directions, and slope is the transforms'. A first kernel has for each row, by one pass over the
+keys,
 
     mu  = sum(probs * tangent)                         rho = sum(probs * (tangent * dprobs + of_values)) - mu * (delta +
     out = sum(probs * (tangent * v + dv)) - mu * out         sum(probs * dprobs))
@@ -15,7 +16,9 @@ and the other two recompute the tiles, one by blocks of queries for q, one by bl
     of_tangent = probs * (dprobs - delta)
     of_scores  = probs * (tangent * (dprobs - delta) + of_values - mu * dprobs - rho)
 
-So each element is summed by one program in a fixed order; the bias's alone are added up by atomic adds.
+For scores before the transforms both are multiplied by the slope, and ``of_tangent * before * curve`` is added to
+of_scores, where curve is the slope's derivative. So each element is summed by one program in a fixed order; the bias's
+alone are added up by atomic adds.
 """
 
 from __future__ import annotations
@@ -63,12 +66,14 @@ class Visit(NamedTuple):
 
     Attributes:
         of_bias: The direction of the bias for a head, ``mods.HeadTensor``; None for 0.
+        of_slope: The operands for a head of ``SecondInputs.slope``; 0 where it is None.
         head: ``mods.Head``.
         philox_key: Its key for dropout.
         PARTIAL: As of ``mods.select``.
     """
 
     of_bias: Any
+    of_slope: Any
     head: Any
     philox_key: Any
     PARTIAL: Any
@@ -94,12 +99,31 @@ def bias_of_head(of, place, head):
 
 
 @triton.jit
+def slope_of_head(of, place, head):
+    """The operands for a head of the slope of the user's function of scores; 0 where it is None."""
+    found = 0
+    if of.slope.linear is not None:
+        found = of.slope.of_head(
+            of.slope.operands, mods.At(place.b, head.h, None, None, None, head.seqlen_q, head.seqlen_k, ())
+        )
+    return found
+
+
+@triton.jit
+def slope_and_curve(scores, of, visit, at):
+    """The slope of the user's function of scores, and its derivative."""
+    rows = of.slope.of_rows(of.slope.operands, visit.of_slope, at)
+    fetched = of.slope.fetch(of.slope.operands, visit.of_slope, rows, at)
+    return of.slope.linear(scores, fetched, of.slope.operands, visit.of_slope, rows, at)
+
+
+@triton.jit
 def tile_of(call, of, own, other, visit, at, lse, kept, edge):
     """A tile and its change, own side first.
 
     Args:
         call: ``records.Call``.
-        of: ``Directions``.
+        of: ``SecondInputs``.
         own: ``Half``.
         other: Likewise, the other side.
         visit: ``Visit``.
@@ -124,10 +148,22 @@ def tile_of(call, of, own, other, visit, at, lse, kept, edge):
     before *= call.mods.scale
     tangent = before * slope
     curve = 0.0
+    SCORE_MOD: tl.constexpr = mods.place_of(call.mods.SCORES, "score_mod") >= 0
     CAP: tl.constexpr = mods.place_of(call.mods.SCORES, "softcap")
+    if of.slope.linear is not None:
+        own_slope, curve = slope_and_curve(product * call.mods.scale, of, visit, at)
     if CAP >= 0:
-        cap = call.mods.scores[CAP].operands
-        curve = -2.0 / cap * mods.tanh(product * call.mods.scale / cap) * slope
+        cap, uncapped = call.mods.scores[CAP].operands, product * call.mods.scale
+        if SCORE_MOD:
+            in_rows, fetched = given[0]
+            uncapped = call.mods.scores[0].function(
+                uncapped, fetched, call.mods.scores[0].operands, visit.head.scores[0], in_rows, at
+            )
+        capped = mods.tanh(uncapped / cap)
+        if of.slope.linear is not None:
+            curve = (1.0 - capped * capped) * (curve - 2.0 / cap * capped * own_slope * own_slope)
+        else:
+            curve = -2.0 / cap * capped * slope
     if of.bias.ptr is not None:
         tangent += mods.load_tile(visit.of_bias, at, 0.0).to(tl.float32)
     dprobs = times_transposed(own.valued, other.valued, PRECISION)
@@ -146,6 +182,11 @@ def tile_of(call, of, own, other, visit, at, lse, kept, edge):
         is_masked = probs == 0.0
         tangent, before = tl.where(is_masked, 0.0, tangent), tl.where(is_masked, 0.0, before)
         dprobs, of_values = tl.where(is_masked, 0.0, dprobs), tl.where(is_masked, 0.0, of_values)
+    if SCORE_MOD:
+        # Where it makes -inf of a score, its slope may be anything.
+        is_nothing = probs == 0.0
+        tangent, before = tl.where(is_nothing, 0.0, tangent), tl.where(is_nothing, 0.0, before)
+        slope, curve = tl.where(is_nothing, 0.0, slope), tl.where(is_nothing, 0.0, curve)
     return probs, kept_probs, tangent, before, slope, curve, dprobs, of_values
 
 
@@ -260,7 +301,7 @@ def over_keys(call, sums, own, rows, terms, visit, blocks, of, tiles, place):
 def over_keys_again(call, dq, own, rows, terms, visit, blocks, of, tiles, place, sums):
     """Adds the tiles of some blocks of keys to the gradient of q, and to the bias's."""
     PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
-    CURVED: tl.constexpr = mods.place_of(call.mods.SCORES, "softcap") >= 0
+    CURVED: tl.constexpr = mods.place_of(call.mods.SCORES, "softcap") >= 0 or of.slope.linear is not None
     lse, delta, mu, rho = terms
     for position in tl.range(blocks.start, blocks.stop):
         n = masks.block_at(position, call.mods.band.lists, tiles.BLOCK_N)
@@ -290,7 +331,7 @@ def over_queries(call, sums, own, cols, visit, blocks, of, douts, of_rows, chang
     """Adds the tiles of some blocks of a head's rows to the gradients of k and v."""
     dk, dv = sums
     PRECISION: tl.constexpr = call.mods.INPUT_PRECISION
-    CURVED: tl.constexpr = mods.place_of(call.mods.SCORES, "softcap") >= 0
+    CURVED: tl.constexpr = mods.place_of(call.mods.SCORES, "softcap") >= 0 or of.slope.linear is not None
     for position in tl.range(blocks.start, blocks.stop):
         m = masks.block_at(position, call.mods.band.lists, tiles.BLOCK_M)
         first = m * tiles.BLOCK_M
@@ -326,7 +367,7 @@ def attention_second_rows(call, douts, of_rows, of, sinks, out_ptr, made_ptr, ch
         call: ``records.Call``.
         douts: ``records.Rows`` of the output's gradient.
         of_rows: ``RowTerms``.
-        of: ``Directions``.
+        of: ``SecondInputs``.
         sinks: ``SinkTangents``.
         out_ptr: The forward's out, contiguous.
         made_ptr: The gradient of dout, contiguous.
@@ -358,7 +399,8 @@ def attention_second_rows(call, douts, of_rows, of, sinks, out_ptr, made_ptr, ch
         mu, rho, whole, total, out = over_keys(
             call, (mu, rho, whole, total, out), Half(q, of_q, dout, ()), rows, (lse, delta, mu, rho),
             Visit(
-                bias_of_head(of, place, head), head, philox_key_of(call, head.b, head.h), phase == 0 or not LISTED
+                bias_of_head(of, place, head), slope_of_head(of, place, head), head,
+                philox_key_of(call, head.b, head.h), phase == 0 or not LISTED,
             ),
             KeyBlocks(first, last, None if LISTED else full_start, None if LISTED else full_stop, phase != 1),
             of, tiles, place,
@@ -403,7 +445,8 @@ def attention_second_dq(call, douts, of_rows, of, changes, dq_ptr, bias_sums, ti
         dq = over_keys_again(
             call, dq, Half(q, of_q, dout, ()), rows, (lse, delta, mu, rho),
             Visit(
-                bias_of_head(of, place, head), head, philox_key_of(call, head.b, head.h), phase == 0 or not LISTED
+                bias_of_head(of, place, head), slope_of_head(of, place, head), head,
+                philox_key_of(call, head.b, head.h), phase == 0 or not LISTED,
             ),
             KeyBlocks(first, last, None if LISTED else full_start, None if LISTED else full_stop, phase != 1),
             of, tiles, place, bias_sums,
@@ -453,8 +496,8 @@ def attention_second_dkdv(call, douts, of_rows, of, changes, grads, tiles):
             dk, dv = over_queries(
                 call, (dk, dv), Half(k, of_k, v, of_v), cols,
                 Visit(
-                    bias_of_head(of, place, head), head, philox_key_of(call, head.b, head.h),
-                    phase == 0 or not LISTED,
+                    bias_of_head(of, place, head), slope_of_head(of, place, head), head,
+                    philox_key_of(call, head.b, head.h), phase == 0 or not LISTED,
                 ),
                 KeyBlocks(first, last, None if LISTED else full_start, None if LISTED else full_stop, phase != 1),
                 of, douts, of_rows, changes, tiles, place,

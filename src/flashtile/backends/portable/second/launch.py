@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.device.records import Rows, ScoreTensor
+from flashtile.backends.gpu.device.records import Mod, Rows, ScoreTensor
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.masks import Side, bounds_launch, masks_of, most_bounds
 from flashtile.backends.gpu.named import device_code
@@ -24,7 +24,7 @@ from flashtile.backends.portable.backward.launch import (
 )
 from flashtile.backends.portable.backward.workspace import gqa_splits, num_rows, places_of, row_pitch, row_terms
 from flashtile.backends.portable.config import PortableTiles, tile_dims
-from flashtile.backends.portable.device.records import Directions, KeyGradients, RowChanges, SinkTangents
+from flashtile.backends.portable.device.records import KeyGradients, RowChanges, SecondInputs, SinkTangents
 from flashtile.backends.portable.records import (
     call_of,
     descriptors,
@@ -39,6 +39,7 @@ from flashtile.call.problem import Problem, Tensors
 
 _kernels = device_code("flashtile.backends.portable.second.kernel")
 _NO_ROWS, _NO_BIAS = Rows(*[None] * len(Rows._fields)), ScoreTensor(*[None] * len(ScoreTensor._fields))
+_NO_SLOPE = Mod(*[None] * len(Mod._fields))
 
 
 class SecondPlan(Plan):
@@ -92,7 +93,7 @@ def _prepare(problem: Problem, t: Tensors, made: Made, kind: Any) -> tuple[Memor
 
 def launches(problem: Problem, t: Tensors, made: Made) -> dict[str, Launch]:
     """The launches by kernel name, in order; made: what a call is given, or its layouts on the meta device."""
-    p, dout = problem, made["dout"]
+    p, dout, slope = problem, made["dout"], _slope(problem, t)
     found = table_launches(p, t) | {"prepare_rows": prepare_launch(p, t, dout, made["dlse"])}
     changes = RowChanges(
         Pointer(torch.float32, "changes"), Pointer(torch.float32, "changes", 4 * num_rows(p, t)),
@@ -109,7 +110,7 @@ def launches(problem: Problem, t: Tensors, made: Made) -> dict[str, Launch]:
         call, rows = call_of(p, t, config, ("q", "dout") if over_keys else ("k", "v"), dout, masks=masks_of(p, t, side))
         programs = num_programs(p, t, config.block_n if over_keys else config.block_m, over_keys=over_keys)
         loaded = (t.q, dout) if over_keys else (t.k, t.v)
-        of = _directions(p, made, config, over_keys=over_keys)
+        of = _directions(p, made, config, slope, over_keys=over_keys)
         arguments = {"call": call, "douts": rows, "of_rows": row_terms(p, t), "of": of, **before}
         if name == "second_dq":
             arguments["bias_sums"] = bias_sums(p, t.attn_bias, call)
@@ -135,7 +136,7 @@ def launches(problem: Problem, t: Tensors, made: Made) -> dict[str, Launch]:
     return found
 
 
-def _directions(problem: Problem, made: Made, config: PortableTiles, *, over_keys: bool) -> Directions:
+def _directions(problem: Problem, made: Made, config: PortableTiles, slope: Mod, *, over_keys: bool) -> SecondInputs:
     """The directions of q, k, v and the bias; those that the loop of a kernel loads by descriptors if all can be."""
     block_d, block_dv = tile_dims(problem)
     columns = {"of_q": block_d, "of_k": block_d, "of_v": block_dv}
@@ -146,4 +147,21 @@ def _directions(problem: Problem, made: Made, config: PortableTiles, *, over_key
         for name, block in columns.items()
     )
     bias = made["of_bias"]
-    return Directions(q, k, v, _NO_BIAS if bias is None else score_tensor("of_bias", bias, 1))
+    return SecondInputs(q, k, v, _NO_BIAS if bias is None else score_tensor("of_bias", bias, 1), slope)
+
+
+def _slope(problem: Problem, t: Tensors) -> Mod:
+    """``SecondInputs.slope`` of a call."""
+    if problem.score_function is None:
+        return _NO_SLOPE
+    from flashtile.backends.gpu.functions import mod_of, module_of
+    from flashtile.call.functions import score_function
+    from flashtile.mods.curve import curved
+
+    function, graph = score_function(problem, t), curved(problem.score_function.text)
+    is_needed = problem.softcap > 0 or not graph.is_const(graph.slope, 0.0)
+    if function is None or graph.is_const(graph.result, 1.0) or not is_needed:
+        return _NO_SLOPE
+    made = mod_of(function._replace(graph=graph))
+    assert made is not None
+    return made._replace(linear=module_of(graph.text).linear)  # also where the slope's own slope is 1
