@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # here what for. Two lines in five are docstrings. src: 250 for a kernel of its own over a cache, and for records of
 # users' functions and dropout, so that the plain kernels read without them; 830 for the backward by pairs of programs,
 # with what PTX does for clusters; 1,240 for second derivatives, of reverse and of forward mode, with kernels of their
-# own and with functions of scores; 270 for largest scores on every backend, and the overloads of their results; 380 for batch-invariant calls, 100
-# of them their own path on CPUs. benchmarks: ways to widen by another row of the table take 10. tests: 126 for a mod
-# that follows its recipe; 750 for clusters in the emulator and in the PTX machine, and for the pairs' mistakes; 510 for
-# second derivatives; 80 for random pairs; 620 for largest scores; 860 for batch-invariant calls, with random batches.
+# own and with functions of scores; 270 for largest scores on every backend, and the overloads of their results; 380 for
+# batch-invariant calls, 100 of them their own path on CPUs. benchmarks: ways to widen by another row of the table take
+# 10. tests: 126 for a mod that follows its recipe; 750 for clusters in the emulator and in the PTX machine, and for the
+# pairs' mistakes; 510 for second derivatives; 80 for random pairs; 620 for largest scores; 860 for batch-invariant
+# calls, with random batches.
 TOTAL_LINES = {"src/flashtile": 50_840, "extras/flashtile_lab": 6_380, "benchmarks": 6_360, "tests": 44_000}
 
 
