@@ -140,9 +140,8 @@ def test_largest_scores(case: Case) -> None:
         judge_maxima(build(dataclasses.replace(case, wanted=_few(case)), torch.float16), "hopper")
 
 
-# The repair of packed rows past the last sequence reads a slope past the last one, and the emulator refuses that.
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("case", [case for case in LONG if case.name != "varlen_mods"], ids=str)
+@pytest.mark.parametrize("case", LONG, ids=str)
 def test_largest_scores_of_many_tiles(case: Case) -> None:
     with on_cpu(_seed(case), num_sms=2):
         judge_maxima(build(dataclasses.replace(case, wanted=""), torch.bfloat16), "hopper")

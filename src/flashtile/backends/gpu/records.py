@@ -83,8 +83,8 @@ def alibi_of(problem: Problem, slopes: Tensor | None) -> Mod | None:
     """The mod of ALiBi's slopes, by head or by sequence and head."""
     if slopes is None:
         return None
-    stride = problem.num_heads_q if slopes.dim() == 2 else 0
-    return Mod(mods.alibi, None, mods.slope_of_head, SlopeTensor(pointer(slopes, "alibi_slopes"), stride))
+    stride, last = (problem.num_heads_q, len(slopes) - 1) if slopes.dim() == 2 else (0, 0)
+    return Mod(mods.alibi, None, mods.slope_of_head, SlopeTensor(pointer(slopes, "alibi_slopes"), stride, last))
 
 
 def table_launches(problem: Problem, t: Any) -> dict[str, Launch]:

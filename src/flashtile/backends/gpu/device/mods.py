@@ -160,7 +160,7 @@ def quick_softcap(scores, cap, twice_log2e_over_cap):
 @triton.jit
 def slope_of_head(slopes, at):
     """The slope for ``alibi``, from ``SlopeTensor``."""
-    return tl.load(slopes.ptr + at.b * slopes.stride_b + at.h).to(tl.float32)
+    return tl.load(slopes.ptr + tl.minimum(at.b, slopes.last) * slopes.stride_b + at.h).to(tl.float32)
 
 
 @triton.jit

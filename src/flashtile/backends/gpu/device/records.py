@@ -211,10 +211,14 @@ class KeyBand(NamedTuple):
 
 
 class SlopeTensor(NamedTuple):
-    """ALiBi slopes by head; ptr is None without any, stride_b 0 if sequences share them."""
+    """ALiBi slopes by head; ptr is None without any, stride_b 0 if sequences share them.
+
+    ``last`` is the last sequence that has slopes: rows past it are taken for another one.
+    """
 
     ptr: Any
     stride_b: Any
+    last: Any
 
 
 class ScoreTensor(NamedTuple):
