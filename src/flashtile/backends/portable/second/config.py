@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 import torch
@@ -29,7 +30,8 @@ def choose(problem: Problem, kernel: Kernel) -> PortableTiles:
     rows = _FLOAT32 if problem.dtype == torch.float32 else _HOPPER if arch in ("sm_90", "sm_100") else _OTHERS
     found = next((each for most, each in rows.items() if columns <= most), None)
     if arch == "interpreter" or found is None:
-        return _SMALLEST
+        # ptxas would take 32 registers, and spill all others.
+        return _SMALLEST if arch in ("interpreter", "gfx942") else dataclasses.replace(_SMALLEST, maxnreg=255)
     return readable(problem, PortableTiles.parse(found[kernel == "second_dkdv"]))
 
 
