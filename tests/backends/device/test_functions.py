@@ -128,9 +128,10 @@ def test_score_and_mask_mods_are_applied_in_order(given: tuple[str, ...], own: b
     def pairs(tensor: torch.Tensor) -> ScoreTensor:
         return ScoreTensor(tensor, *tensor.stride()[:3], Const(1))
 
+    alibi = Mod(mods.alibi, None, mods.slope_of_head, SlopeTensor(slopes, 4, len(slopes) - 1))
     transforms, names = named(
         first=Mod(_twice, _twice_linear, None, cap) if own else Mod(mods.softcap, mods.softcap_linear, None, cap),
-        alibi=Mod(mods.alibi, None, mods.slope_of_head, SlopeTensor(slopes, 4, len(slopes) - 1)) if "alibi" in given else None,
+        alibi=alibi if "alibi" in given else None,
         bias=Mod(mods.bias, None, mods.tensor_of_head, pairs(bias)) if "bias" in given else None,
     )
     mask = Mod(mods.select_tensor, None, mods.tensor_of_head, pairs(kept.view(torch.uint8)))
