@@ -22,7 +22,7 @@ VERSIONS = pytest.mark.parametrize("version", [fa2, fa3], ids=["2", "3"])
 
 def is_expressed(version: Any, case: CacheCase) -> bool:
     """Whether a version's function has what a case gives."""
-    ours = case.sinks or case.tree or case.slots or case.ragged or case.causal_each or case.e5m2
+    ours = case.sinks or case.tree or case.slots or case.ragged or case.causal_each or case.e5m2 or case.invariant
     common = not ours and case.float8 in ("", "none") and len(case.sequences) > 0
     if version is fa2:
         return common and not (case.packed or case.packed_new or case.rotary_start or case.chunk or case.qv)

@@ -40,7 +40,7 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
         cache.nan_to_num_(0.0, 0.0, 0.0)
     plain = (
         call.keywords.get("max_seqlen_q"), call.keywords.get("max_seqlen_k"), case.scale, case.softcap,
-        case.interleaved, None, case.chunk, False, False,
+        case.interleaved, None, case.chunk, False, False, case.invariant,
     )  # fmt: skip
     return CACHED.flatten(tensors, read(case.causal and not case.causal_each, case.window, True, plain))
 

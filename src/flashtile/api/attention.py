@@ -169,7 +169,7 @@ def attention(
         masked, mirrored, listed, mask_mod = masked_by(block_mask, mask_mod, q, k)
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, **masked)  # type: ignore[arg-type]
     numbers = softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk
-    plain = Plain(*numbers, mirrored, listed, return_max_scores)
+    plain = Plain(*numbers, mirrored, listed, return_max_scores, False)
     if not (precision is None and score_mod is None and mask_mod is None) or isinstance(q, Quantized):
         others = False, (None, None), (score_mod, mask_mod)
         return _less_common(tensors, Asked(precision, causal, window_size, return_lse, plain, *others))
@@ -343,7 +343,8 @@ def _run(
         if torch.is_grad_enabled() and wanting:
             raise InvalidInputError("out", f"is given, but {wanting[0]} requires grad: use torch.no_grad()")
         out, lse = into, ops_into.attend(ops_into.IntoTensors(**vars(tensors), out=into), options)
-    return states.asked_for(out, lse, return_lse, options.return_max_scores)
+    with_maxima = options.return_max_scores
+    return states.asked_for(out, lse, return_lse, with_maxima) if return_lse or with_maxima else out
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

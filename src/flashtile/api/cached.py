@@ -206,7 +206,8 @@ def attention_with_kvcache(
         problem_of(tensors, options)
         check_apart(tensors)
     lse = ops.attend(tensors, options)
-    return asked_for(tensors.out, lse, return_lse, return_max_scores)
+    wants_more = return_lse or return_max_scores
+    return asked_for(tensors.out, lse, return_lse, return_max_scores) if wants_more else tensors.out
 
 
 def causality(causal: Any) -> tuple[Any, Tensor | None]:
