@@ -55,7 +55,7 @@ def builds(arch: str) -> list[KernelBuild]:
     small_bias = _problem(arch, 32, _FULL, bias_dtype=torch.bfloat16, bias_grad=True, seqlen_q=384, seqlen_k=384)
     made = [build for problem in usual + others for direction in _WAYS for build in builds_of(problem, direction)]
     made += builds_of(small_bias, "backward")[-1:]  # dq, which adds to dbias
-    made += _adding_builds(arch) + builds_of(short, "forward") + decode.builds("portable", capability)
+    made += _second_builds(arch) + _adding_builds(arch) + builds_of(short, "forward") + decode.builds("portable", capability)
     if arch == "sm_90a":  # rows that no descriptor can read
         for problem in (_problem(arch, dim, _CAUSAL) for dim in (90, 60, 124)):
             made += [build for way in _WAYS for build in builds_of(problem, way, _MOST_SPILLED)]
@@ -85,6 +85,21 @@ def _adding_builds(arch: str) -> list[KernelBuild]:
         sums = launch.launches(problem, tensors, tensors.q, None, adds=True)
         del sums["prepare_rows"]
         made += kernel_builds("portable", "backward", problem, sums, more=("sums",))
+    return made
+
+
+def _second_builds(arch: str) -> list[KernelBuild]:
+    """Second derivatives: with all directions, and with some of them beside other features."""
+    from flashtile.backends.portable.second import launch
+
+    some: dict[str, Any] = {"bias_dtype": torch.bfloat16, "mask": True, "sinks": True, "softcap": 30.0, "varlen": True}
+    made = []
+    for problem in (_problem(arch, 64, _CAUSAL), _problem(arch, 128, _FULL), _problem(arch, 64, _WINDOW, **some)):
+        t = described_tensors(problem)
+        of_k = None if problem.sinks else t.k
+        given = {"dout": t.q, "dlse": None, "of_q": t.q, "of_k": of_k, "of_v": t.v, "of_bias": t.attn_bias}
+        found = launch.launches(problem, t, {**given, "of_sinks": t.sinks})
+        made += kernel_builds("portable", "backward", problem, found, more=("second derivatives",))
     return made
 
 
