@@ -55,7 +55,8 @@ def builds(arch: str) -> list[KernelBuild]:
     small_bias = _problem(arch, 32, _FULL, bias_dtype=torch.bfloat16, bias_grad=True, seqlen_q=384, seqlen_k=384)
     made = [build for problem in usual + others for direction in _WAYS for build in builds_of(problem, direction)]
     made += builds_of(small_bias, "backward")[-1:]  # dq, which adds to dbias
-    made += _second_builds(arch) + _adding_builds(arch) + builds_of(short, "forward") + decode.builds("portable", capability)
+    made += _second_builds(arch) + _adding_builds(arch)
+    made += builds_of(short, "forward") + decode.builds("portable", capability)
     if arch == "sm_90a":  # rows that no descriptor can read
         for problem in (_problem(arch, dim, _CAUSAL) for dim in (90, 60, 124)):
             made += [build for way in _WAYS for build in builds_of(problem, way, _MOST_SPILLED)]
