@@ -100,6 +100,7 @@ def _second_builds(arch: str) -> list[KernelBuild]:
         of_k = None if problem.sinks else t.k
         given = {"dout": t.q, "dlse": None, "of_q": t.q, "of_k": of_k, "of_v": t.v, "of_bias": t.attn_bias}
         found = launch.launches(problem, t, {**given, "of_sinks": t.sinks})
+        del found["prepare_rows"]  # the first backward's
         made += kernel_builds("portable", "backward", problem, found, more=("second derivatives",))
     return made
 
