@@ -110,11 +110,6 @@ def _is_big_function(p: Problem) -> bool:
     return (p.score_function is not None or p.mask_function is not None) and max(p.head_dim, p.head_dim_v) > 256
 
 
-# Until tests on a GPU have shown that a row's bits are its own there.
-INVARIANT_GPUS = Limit(
-    "batch_invariant=True on GPUs, where its bits are yet to be shown",
-    lambda p: p.batch_invariant != "" and p.device_type == "cuda",
-)
 BIG_FUNCTIONS = Limit("functions of the user's at head_dim past 256", _is_big_function)
 
 
@@ -133,7 +128,8 @@ class Capabilities:
         chain_rows: Multiples on which sequences that have keys begin, and end unless with the last row, in a ``Chain``;
             0 for a backward that takes none.
         chain_head_dim: Largest head_dim and head_dim_v of one.
-        always_invariant: Whether packed calls that may be batch-invariant are so without being asked, strictly.
+        always_invariant: Whether packed calls that may be batch-invariant are so without being asked, strictly, if the
+            backend has the feature.
         slow_if_tiny: Whether ``Problem.tiny`` calls go to the next backend that can run them, unless this one is named.
         features: Names of the supported features.
         limits: What it does not support of them.
@@ -164,7 +160,12 @@ class Capabilities:
         if problem.batch_invariant or not self.always_invariant or not problem.varlen or problem.cached:
             return problem.batch_invariant
         asked = problem.but(batch_invariant=STRICT)
-        is_own = not problem.dropout_p and not problem.listed and not any(x.hits(asked) for x in self.limits)
+        is_own = (
+            "batch_invariant" in self.features
+            and not problem.dropout_p
+            and not problem.listed
+            and not any(x.hits(asked) for x in self.limits)
+        )
         return STRICT if is_own else ""
 
     def _device_reasons(self, problem: Problem) -> list[str]:

@@ -268,7 +268,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        if dout is None and dlse is None:  # the derivative of a gradient says nothing of the forward that it is of
+        if dout is None and dlse is None:  # a second derivative reaches this node by out and lse, and hands it nothing
             return (None,) * len(ctx.needs_input_grad)
         # Once: under torch.utils.checkpoint a second access is an error.
         q, k, v, *others, out, lse = ctx.saved_tensors

@@ -63,7 +63,7 @@ class _Reverse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dout is None and dlse is None:
+        if dout is None and dlse is None:  # as in ``operators``
             return (None,) * len(ctx.needs_input_grad)
         *inputs, out, lse = ctx.saved_tensors
         options = ctx.options._replace(grads=grads_of("grads", ctx.needs_input_grad[3:]))

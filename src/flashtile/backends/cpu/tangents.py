@@ -38,7 +38,7 @@ class Directions:
 
 
 class TransformStep(NamedTuple):
-    """A transform of a tile's scores: the tangent before it, its slope, and that one's derivative; None for 0."""
+    """A transform of a tile's scores: the tangent before it, its slope, and the slope's derivative; None for 0."""
 
     before: Tensor | None
     slope: Tensor
@@ -74,7 +74,7 @@ class TangentTile:
 def tangent_tile(
     p: Problem, t: Tensors, given: Directions, seq: DenseSequences, tile: Rectangle, lse: Tensor, curves: bool = False
 ) -> TangentTile:
-    """A tile from its rows' lse, in parts and +inf for an empty row; ``curves``: whether its steps need theirs."""
+    """A tile from its rows' lse, in parts and +inf for an empty row; ``curves``: whether to compute its steps'."""
     q, k, v = tiles.operands(p, seq, tile)
     dtype = q.dtype
     of_q, of_k, _ = given.of(seq, tile, dtype)
@@ -123,7 +123,7 @@ def _kept(keep: Tensor, x: Tensor | None) -> Tensor | None:
 def modified(
     function: Function, at: dict[str, Tensor], dtype: torch.dtype, with_curve: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A user's function of scores, its slope (None for 1), and if ``with_curve`` that one's derivative (None for 0)."""
+    """A user's function of scores, its slope (None for 1), and the slope's derivative (None for 0) if asked for."""
     if not with_curve or function.graph.is_const(function.graph.slope, 1.0):
         return *tiles.modified(function, at, dtype, True)[:2], None
     final, slope, curve = function.curve_values(at, dtype)

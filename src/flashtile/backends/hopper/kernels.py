@@ -19,7 +19,7 @@ from flashtile.backends.gpu.table import (
 )
 from flashtile.backends.gpu.trial import tried
 from flashtile.call.arguments import FLOAT8
-from flashtile.call.backend import INVARIANT_GPUS, Capabilities, Direction, Limit
+from flashtile.call.backend import Capabilities, Direction, Limit
 from flashtile.call.problem import Problem
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ KERNELS = (
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks"})
 _BOTH = _COMMON | {
     "alibi", "chunk", "mask", "bias", "dropout", "deterministic", "intervals", "block_lists", "score_mod", "mask_mod",
-    "max_scores", "batch_invariant",
+    "max_scores",
 }  # fmt: skip
 _LISTS = (
     Limit("block lists of blocks that are no multiples of 128", lambda p: any(n % 128 for n in p.listed[:2])),
@@ -211,7 +211,7 @@ _FORWARD = Capabilities(
     min_compute_capability=(9, 0),
     max_compute_capability=(9, 0),
     features=_BOTH | {"bias_grad", "operand_grad"},
-    limits=(*_LISTS, *_OF_FORWARD, INVARIANT_GPUS),
+    limits=_LISTS + _OF_FORWARD,
 )
 ABLE: dict[Direction, Capabilities] = {
     "forward": _FORWARD,
@@ -219,10 +219,10 @@ ABLE: dict[Direction, Capabilities] = {
         _FORWARD, chain_rows=128, chain_head_dim=256, features=_BOTH, limits=_LISTS + _OF_BACKWARD
     ),
     "decode": dataclasses.replace(
-        _FORWARD, head_dim_multiple=1, slow_if_tiny=False, limits=(ODD_FLOAT8_CACHE, INVARIANT_SCALES, INVARIANT_GPUS),
+        _FORWARD, head_dim_multiple=1, slow_if_tiny=False, limits=(ODD_FLOAT8_CACHE, INVARIANT_SCALES),
         features=_COMMON
         | {"alibi", "chunk", "unaligned", "pages", "float8_cache", "float8_rows", "tree_mask", "causal_each", "qv"}
-        | {"max_scores", "batch_invariant"},
+        | {"max_scores"},
     ),
     "quantized": dataclasses.replace(
         _FORWARD, max_head_dim=256, dtypes=(FLOAT8,), head_dim_multiple=16, slow_if_tiny=False, features=_COMMON,

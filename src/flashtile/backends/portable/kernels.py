@@ -17,7 +17,7 @@ from flashtile.backends.gpu.table import (
     module,
 )
 from flashtile.call.arguments import FLOAT8
-from flashtile.call.backend import BIG_FUNCTIONS, INVARIANT_GPUS, Capabilities, Direction, Given, Limit, Plan
+from flashtile.call.backend import BIG_FUNCTIONS, Capabilities, Direction, Given, Limit, Plan
 from flashtile.call.problem import Problem
 from flashtile.core import settings
 
@@ -52,11 +52,11 @@ KERNELS = (
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
 _OF_REGULAR = {
     "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "intervals", "block_lists",
-    "score_mod", "mask_mod", "operand_grad", "max_scores", "batch_invariant",
+    "score_mod", "mask_mod", "operand_grad", "max_scores",
 }  # fmt: skip
 _OF_DECODE = {
     "alibi", "chunk", "pages", "float8_cache", "tree_mask", "causal_each", "intervals", "score_mod", "mask_mod", "qv",
-    "float8_rows", "max_scores", "batch_invariant",
+    "float8_rows", "max_scores",
 }  # fmt: skip
 _REGULAR = Capabilities(
     device_types=("cuda",),
@@ -67,7 +67,6 @@ _REGULAR = Capabilities(
     features=_COMMON | _OF_REGULAR,
     limits=(
         Limit("block lists of blocks that are no multiples of 16", lambda p: any(n % 16 for n in p.listed[:2])),
-        INVARIANT_GPUS,
     ),
 )  # fmt: skip
 ABLE: dict[Direction, Capabilities] = {
@@ -75,7 +74,7 @@ ABLE: dict[Direction, Capabilities] = {
     "backward": _REGULAR,
     "decode": dataclasses.replace(
         _REGULAR, features=_COMMON | _OF_DECODE,
-        limits=(BIG_FUNCTIONS, ODD_FLOAT8_CACHE, INVARIANT_SCALES, INVARIANT_GPUS),
+        limits=(BIG_FUNCTIONS, ODD_FLOAT8_CACHE, INVARIANT_SCALES),
     ),
     # Products of e4m3 numbers.
     "quantized": dataclasses.replace(
@@ -97,7 +96,9 @@ class _Portable(GpuBackend):
         able = super().capabilities(direction)
         if able is None or not settings.TRITON_INTERPRET.enabled():
             return able
-        able = dataclasses.replace(able, device_types=("cuda", "cpu"))
+        # Random batches show the bits of batch-invariant calls here, and have yet to show them on a GPU.
+        shown = () if direction == "quantized" else ("batch_invariant",)
+        able = dataclasses.replace(able, device_types=("cuda", "cpu"), features=able.features.union(shown))
         # The interpreter multiplies bfloat16 numbers as integers; a cache cannot be widened.
         return able if direction != "decode" else dataclasses.replace(able, dtypes=(torch.float16, torch.float32))
 
