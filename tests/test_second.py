@@ -104,6 +104,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "reverse over forward": lambda f, q: grad(lambda q: jvp(f, (q,), (q.cos(),))[1])(q),
     "jvp of a gradient": lambda f, q: jvp(grad(f), (q,), (q.cos(),))[1],
     "vhp": lambda f, q: torch.autograd.functional.vhp(f, q, q.cos())[1],
+    "hvp": lambda f, q: torch.autograd.functional.hvp(f, q, q.cos())[1],
 }
 
 
@@ -212,6 +213,37 @@ def test_flops_are_those_of_the_products() -> None:
     # Scores, their tangents from q and k, dprobs and what is like it of ddv, twice; two for the tangent of out; dv, two
     # for each of dq and dk.
     assert counter.get_total_flops() == 2 * (2 * 6 * 9 * 4) * 8 * (2 * 5 + 2 + 5)
+
+
+def test_a_hessian_times_a_vector_is_the_vector_times_it() -> None:
+    """``hvp`` differentiates a second derivative by its directions, ``vhp`` a first one."""
+    torch.manual_seed(0)
+    shapes = (1, ROWS, 2, 2), (1, KEYS, 1, 2), (1, KEYS, 1, 3), (2, ROWS, KEYS), (2,)
+    x, of = (tuple(torch.randn(shape, dtype=torch.float64) for shape in shapes) for _ in range(2))
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+        given: Any = {"attn_bias": bias, "sinks": sinks, "causal": True, "softcap": 3.0, "return_lse": True}
+        out, lse = flashtile.attention(q, k, v, **given)
+        return out.sin().sum() + lse.square().sum()  # type: ignore[no-any-return]
+
+    found, want = (
+        product(loss, x, of)[1] for product in (torch.autograd.functional.hvp, torch.autograd.functional.vhp)
+    )
+    assert all(float(each.abs().max()) > 0.01 for each in want)
+    torch.testing.assert_close(found, want)
+
+
+def test_directions_that_depend_on_what_has_no_third_derivative() -> None:
+    """Gradients of a second derivative by its directions alone; by its other arguments there are none."""
+    q, w = (torch.randn(1, 4, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    (first,) = torch.autograd.grad(ours(q, q, q).sin().sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(first, q, w, create_graph=True)
+    (by_w,) = torch.autograd.grad(second.sum(), w, retain_graph=True)
+    (same,) = torch.autograd.grad(first, q, torch.ones_like(first), retain_graph=True)
+    torch.testing.assert_close(by_w, same)
+    for other in (q, [q, w]):
+        with pytest.raises(UnsupportedError, match="no third derivative"):
+            torch.autograd.grad(second.sum(), other, retain_graph=True)
 
 
 def test_what_has_no_such_derivative_says_so() -> None:

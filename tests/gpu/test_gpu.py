@@ -20,6 +20,7 @@ from tests.cases import CASES, Case, build, judge, one_sign
 from tests.maxima import judge_maxima
 from tests.poison import poisoned_memory
 from tests.problems import banded_problem
+from tests.test_second import SCORES, scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -44,6 +45,36 @@ def test_second_derivatives(backend: str | None) -> None:
 
     for found, wanted in zip(second("cuda", torch.float16), second("cpu", torch.float64), strict=True):
         assert (found - wanted).abs().max() <= 2e-2 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_second_derivatives_with_functions_of_scores(name: str) -> None:
+    """In float32, since a score is rounded otherwise by the steps of its function; beside a mask of a function."""
+    make = torch.Generator().manual_seed(0)
+    table = torch.randn(2, 150, generator=make)
+    inputs = [torch.randn(1, n, heads, 32, generator=make) for n, heads in ((100, 2), (150, 1), (150, 1)) * 2]
+
+    def second(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v, *of = (x.to(device, dtype) for x in inputs)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        functions: Any = {
+            "score_mod": scores(table.to(device))[name],
+            "mask_mod": lambda b, h, q, kv: (q + kv) % 3 != h,
+        }
+        out = flashtile.attention(*leaves, **functions)
+        first = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
+        return [x.cpu().double() for x in torch.autograd.grad(first, leaves, of)]
+
+    for found, wanted in zip(second("cuda", torch.float32), second("cpu", torch.float64), strict=True):
+        assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
+
+
+def test_a_hessian_times_a_vector() -> None:
+    """``hvp`` differentiates a second derivative by its directions."""
+    q, w = (torch.randn(1, 200, 2, 64, device="cuda") for _ in range(2))
+    loss = lambda q: flashtile.attention(q, q, q, causal=True).sin().sum()  # noqa: E731
+    found, want = (product(loss, q, w)[1] for product in (torch.autograd.functional.hvp, torch.autograd.functional.vhp))
+    torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
 
 
 # A tile with a NaN in it is computed again in another order.

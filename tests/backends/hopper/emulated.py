@@ -23,7 +23,6 @@ from flashtile.backends.hopper.device import cluster, inline_ptx
 from flashtile.backends.hopper.device.gluon_compat import tma_add
 from flashtile.backends.hopper.forward import config as forward_config
 from flashtile.backends.hopper.forward import launch
-from flashtile.call.backend import Capabilities, Direction
 from flashtile.core import philox
 from flashtile.ops import plans
 from tests import emulator
@@ -134,9 +133,10 @@ def with_kernels(
         forward: Tiles to use instead of the chosen ones.
         backward: The same for the backward.
     """
+    here: dict[str, Any] = {"device_types": ("cpu",), "min_compute_capability": None, "max_compute_capability": None}
     properties = SimpleNamespace(multi_processor_count=num_sms)
     patches: list[tuple[Any, str, Any]] = [
-        (BACKEND, "able", {each: _on_cpu(each, able) for each, able in BACKEND.able.items()}),
+        (BACKEND, "able", {each: dataclasses.replace(able, **here) for each, able in BACKEND.able.items()}),
         (torch.cuda, "get_device_properties", lambda device: properties),
         (host, "interpret", run),
     ]
@@ -150,13 +150,6 @@ def with_kernels(
             entered.enter_context(mock.patch.object(place, name, value))
         yield
     forget_plans()
-
-
-def _on_cpu(direction: Direction, able: Capabilities) -> Capabilities:
-    """What a direction supports in the emulator: batch-invariant calls too, which GPUs have yet to show."""
-    shown = () if direction == "quantized" else ("batch_invariant",)
-    here: dict[str, Any] = {"device_types": ("cpu",), "min_compute_capability": None, "max_compute_capability": None}
-    return dataclasses.replace(able, **here, features=able.features.union(shown))
 
 
 @contextmanager

@@ -182,7 +182,7 @@ KERNELS = (
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks"})
 _BOTH = _COMMON | {
     "alibi", "chunk", "mask", "bias", "dropout", "deterministic", "intervals", "block_lists", "score_mod", "mask_mod",
-    "max_scores",
+    "max_scores", "batch_invariant",
 }  # fmt: skip
 _LISTS = (
     Limit("block lists of blocks that are no multiples of 128", lambda p: any(n % 128 for n in p.listed[:2])),
@@ -222,7 +222,7 @@ ABLE: dict[Direction, Capabilities] = {
         _FORWARD, head_dim_multiple=1, slow_if_tiny=False, limits=(ODD_FLOAT8_CACHE, INVARIANT_SCALES),
         features=_COMMON
         | {"alibi", "chunk", "unaligned", "pages", "float8_cache", "float8_rows", "tree_mask", "causal_each", "qv"}
-        | {"max_scores"},
+        | {"max_scores", "batch_invariant"},
     ),
     "quantized": dataclasses.replace(
         _FORWARD, max_head_dim=256, dtypes=(FLOAT8,), head_dim_multiple=16, slow_if_tiny=False, features=_COMMON,

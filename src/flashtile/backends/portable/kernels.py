@@ -52,11 +52,11 @@ KERNELS = (
 _COMMON = frozenset({"causal", "window", "grouped_heads", "varlen", "head_dim_v", "softcap", "sinks", "unaligned"})
 _OF_REGULAR = {
     "alibi", "chunk", "mask", "bias", "bias_grad", "dropout", "origins", "deterministic", "intervals", "block_lists",
-    "score_mod", "mask_mod", "operand_grad", "max_scores",
+    "score_mod", "mask_mod", "operand_grad", "max_scores", "batch_invariant",
 }  # fmt: skip
 _OF_DECODE = {
     "alibi", "chunk", "pages", "float8_cache", "tree_mask", "causal_each", "intervals", "score_mod", "mask_mod", "qv",
-    "float8_rows", "max_scores",
+    "float8_rows", "max_scores", "batch_invariant",
 }  # fmt: skip
 _REGULAR = Capabilities(
     device_types=("cuda",),
@@ -96,9 +96,7 @@ class _Portable(GpuBackend):
         able = super().capabilities(direction)
         if able is None or not settings.TRITON_INTERPRET.enabled():
             return able
-        # Random batches show the bits of batch-invariant calls here, and have yet to show them on a GPU.
-        shown = () if direction == "quantized" else ("batch_invariant",)
-        able = dataclasses.replace(able, device_types=("cuda", "cpu"), features=able.features.union(shown))
+        able = dataclasses.replace(able, device_types=("cuda", "cpu"))
         # The interpreter multiplies bfloat16 numbers as integers; a cache cannot be widened.
         return able if direction != "decode" else dataclasses.replace(able, dtypes=(torch.float16, torch.float32))
 

@@ -165,8 +165,11 @@ def slope_of_head(slopes, at):
 
 @triton.jit
 def alibi(scores, slope, at):
-    """``scores - slope * |p - j|``."""
-    return scores + -slope * tl.abs(at.p - at.j).to(tl.float32)
+    """``scores - slope * |p - j|``.
+
+    Scores are a product too: if it were the compiler's choice which one is fused, loops of one kernel would differ.
+    """
+    return tl.fma(tl.abs(at.p - at.j).to(tl.float32), -slope, scores)
 
 
 @triton.jit

@@ -84,6 +84,8 @@ def exponentials(scores, scale_log2, finite_max):
 def add_sink(row_max, row_sum, sink, LARGE: tl.constexpr = False):
     """Adds a sink to the softmax denominator.
 
+    Which products are fused with a sum is written out: left to the compiler, it would be another choice in each build.
+
     Args:
         row_max: [BLOCK_M] float32, base 2; with LARGE in natural units.
         row_sum: [BLOCK_M] float32.
@@ -96,9 +98,11 @@ def add_sink(row_max, row_sum, sink, LARGE: tl.constexpr = False):
     top = sink if LARGE else sink * LOG2_E
     new_max = tl.maximum(row_max, top)
     finite_max = made_finite(new_max)
-    to_log2: tl.constexpr = LOG2_E if LARGE else 1.0
-    rescale = tl.exp2((row_max - finite_max) * to_log2)
-    return rescale, new_max, row_sum * rescale + tl.exp2((top - finite_max) * to_log2)
+    if LARGE:
+        rescale, weight = tl.exp2((row_max - finite_max) * LOG2_E), tl.exp2((top - finite_max) * LOG2_E)
+    else:
+        rescale, weight = tl.exp2(row_max - finite_max), tl.exp2(tl.fma(sink, LOG2_E, -finite_max))
+    return rescale, new_max, tl.fma(row_sum, rescale, weight)
 
 
 @triton.jit
