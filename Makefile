@@ -63,7 +63,7 @@ test-plain-math: $(VENV)/.dev
 OLDEST := $(VENV)/oldest
 test-oldest:
 	$(MAKE) $(OLDEST)/.dev VENV=$(OLDEST) TORCH=torch==2.11.0 TRITON=triton==3.6.0
-	$(OLDEST)/bin/python -m pytest -n $(WORKERS) -m 'not gpu' tests/test_dynamo.py tests/test_transforms.py \
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS) -m 'not gpu' tests/test_dynamo.py tests/test_transforms.py tests/test_second.py \
 	  tests/integrations/test_transformers.py tests/integrations/test_diffusers.py
 
 check: $(VENV)/.dev

@@ -54,6 +54,7 @@ print(*lines, sep="\\n")
 """
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="its Dynamo asserts on its way through the operator's autograd")
 def test_backends_are_not_compiled() -> None:
     """Inductor cannot compile the view of a mask as bytes, which a plan takes."""
     done = subprocess.run([sys.executable, "-c", _CALL], capture_output=True, text=True, check=True)
