@@ -159,6 +159,8 @@ def test_backends_refuse_by_name() -> None:
         # A backend that does not know the argument does not ignore it.
         able = dispatch.backend(name).capabilities("forward")
         assert isinstance(able, Capabilities) and "batch_invariant" in able.features
+        biased = dispatch.reasons(name, packed.but(bias_dtype=torch.float32), "forward")
+        assert "no batch_invariant=True with an attn_bias or a score_mod" in biased
     nothing = Capabilities(device_types=("cuda",), dtypes=(torch.bfloat16,), max_head_dim=None)
     assert "no batch_invariant=True" in nothing.reasons(packed)
 
@@ -182,6 +184,7 @@ def test_kernels_have_it_in_packed_calls_unasked() -> None:
     packed = described(device_type="cuda", compute_capability=(9, 0), varlen=True)
     assert able.invariance(packed) == "strict"
     assert able.invariance(packed.but(dropout_p=0.5)) == able.invariance(packed.but(varlen=False)) == ""
+    assert able.invariance(packed.but(bias_dtype=torch.float32)) == ""
     assert able.invariance(packed.but(batch_invariant="by kind")) == "by kind"
     hopper = dispatch.backend("hopper").capabilities("forward")
     assert hopper is not None and hopper.invariance(packed.but(alibi=True)) == ""

@@ -275,7 +275,8 @@ def attention_varlen(
     tensor of the call. As with PyTorch's out there is no gradient: it is refused where one is needed.
 
     With batch_invariant, True or "strict", a row's bits in the forward depend on its query, its keys and its position
-    alone, not on how many rows of its sequence the call has. It does not go with dropout, lists of blocks or 8 bits.
+    alone, not on how many rows of its sequence the call has. It does not go with dropout, lists of blocks or 8 bits,
+    nor, on GPUs, with a bias or score_mod.
 
     Returns:
         out ``(total_q, num_heads_q, head_dim_v)``, or ``(out, lse)`` with lse ``(num_heads_q, total_q)``; with

@@ -97,7 +97,7 @@ class _Underivable(torch.autograd.Function):
 
 
 class _Twice(torch.autograd.Function):
-    """An operator that is a derivative, with gradients of its results, which have none but in a second derivative."""
+    """An operator that computes a derivative, and ``gradients``, which computes the gradients of its results."""
 
     @staticmethod
     def forward(ctx: Any, below: _Below, gradients: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -134,7 +134,7 @@ def _of_jvp(grads: Sequence[Tensor | None], args: list[Any]) -> tuple[Iterable[s
 
 
 def _of_second(grads: Sequence[Tensor | None], args: list[Any]) -> tuple[Iterable[str], dict[str, Tensor]]:
-    """The same of the second derivative's directions: the matrix that multiplies them is symmetric."""
+    """The gradients of the second derivative's directions: the matrix that multiplies these is symmetric."""
     given, changes = ops.SECOND.named(args), _changes(ops.SECOND.named_results(grads), args[len(GRADIENTS) :])
     return given, {name: dx for name, dx in zip(given, changes, strict=False) if dx is not None}
 
@@ -259,6 +259,7 @@ def _second(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     if _is_traced() or not _needs_graph(args[:count]) or any(x is not None for x in _unpacked(args)[1]):
         results = _derivative(ops.SECOND, _THIRD)(keyset, *args)
     else:
+        # PyTorch runs these nodes only for who asks for gradients past them, and then they raise.
         given = [once(_same, _THIRD, x) if isinstance(x, Tensor) and x.requires_grad else x for x in args[count:]]
         with enable_single_level_autograd_function():
             results = _apply_twice(_Below(ops.SECOND, keyset), _of_second, *args[:count], *given)

@@ -125,6 +125,11 @@ ODD_FLOAT8_CACHE = Limit("float8 caches of odd widths, or not aligned to 16 byte
 INVARIANT_SCALES = Limit(
     "batch_invariant=True with scales by page", lambda p: bool(p.batch_invariant) and p.paged_scales
 )
+# Sums that the compiler may fuse with the products before them, otherwise in each loop and build: see ``mods.alibi``.
+INVARIANT_SCORES = Limit(
+    "batch_invariant=True with an attn_bias or a score_mod",
+    lambda p: bool(p.batch_invariant) and (p.bias_dtype is not None or p.score_function is not None),
+)
 SPLIT_FORWARD = SplitForward("split_forward", "forward", "gpu.decode", takes=is_split)
 
 

@@ -10,6 +10,7 @@ import torch
 from flashtile.backends.gpu.decode.config import FEW_ROWS, LONG_KEYS, bounded, hopper_rows, most_few
 from flashtile.backends.gpu.table import (
     INVARIANT_SCALES,
+    INVARIANT_SCORES,
     ODD_FLOAT8_CACHE,
     SPLIT_FORWARD,
     CachedKernel,
@@ -188,7 +189,7 @@ _LISTS = (
     Limit("block lists of blocks that are no multiples of 128", lambda p: any(n % 128 for n in p.listed[:2])),
     Limit("block lists at head_dim past 256", lambda p: p.listed != () and _is_big(p)),
 )
-_OF_FORWARD = (Limit("batch_invariant=True with ALiBi both ways", _is_alibi_by_tile),)
+_OF_FORWARD = (Limit("batch_invariant=True with ALiBi both ways", _is_alibi_by_tile), INVARIANT_SCORES)
 _OF_BACKWARD = (
     Limit("interval masks or block lists by head, of grouped heads", lambda p: p.by_head and p.group_size > 1),
     Limit(

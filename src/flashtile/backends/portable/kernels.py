@@ -9,6 +9,7 @@ import torch
 
 from flashtile.backends.gpu.table import (
     INVARIANT_SCALES,
+    INVARIANT_SCORES,
     ODD_FLOAT8_CACHE,
     SPLIT_FORWARD,
     CachedKernel,
@@ -67,6 +68,7 @@ _REGULAR = Capabilities(
     features=_COMMON | _OF_REGULAR,
     limits=(
         Limit("block lists of blocks that are no multiples of 16", lambda p: any(n % 16 for n in p.listed[:2])),
+        INVARIANT_SCORES,
     ),
 )  # fmt: skip
 ABLE: dict[Direction, Capabilities] = {
@@ -74,7 +76,7 @@ ABLE: dict[Direction, Capabilities] = {
     "backward": _REGULAR,
     "decode": dataclasses.replace(
         _REGULAR, features=_COMMON | _OF_DECODE,
-        limits=(BIG_FUNCTIONS, ODD_FLOAT8_CACHE, INVARIANT_SCALES),
+        limits=(BIG_FUNCTIONS, ODD_FLOAT8_CACHE, INVARIANT_SCALES, INVARIANT_SCORES),
     ),
     # Products of e4m3 numbers.
     "quantized": dataclasses.replace(

@@ -167,7 +167,8 @@ def slope_of_head(slopes, at):
 def alibi(scores, slope, at):
     """``scores - slope * |p - j|``.
 
-    Scores are a product too: if it were the compiler's choice which one is fused, loops of one kernel would differ.
+    Scores are a product too: if the compiler chose which of the two products is fused with the sum, a row would have
+    other bits in a loop with a mask than in one without.
     """
     return tl.fma(tl.abs(at.p - at.j).to(tl.float32), -slope, scores)
 
@@ -187,7 +188,8 @@ def slope_of_part(parts, at):
 @triton.jit
 def alibi_of_part(scores, part, at):
     """``alibi`` with the positions of a whole sequence."""
-    return scores + -part.slope * tl.abs(part.offset + part.row_step * at.p - part.key_step * at.j).to(tl.float32)
+    distance = tl.abs(part.offset + part.row_step * at.p - part.key_step * at.j).to(tl.float32)
+    return tl.fma(distance, -part.slope, scores)
 
 
 @triton.jit

@@ -84,7 +84,8 @@ def exponentials(scores, scale_log2, finite_max):
 def add_sink(row_max, row_sum, sink, LARGE: tl.constexpr = False):
     """Adds a sink to the softmax denominator.
 
-    Which products are fused with a sum is written out: left to the compiler, it would be another choice in each build.
+    Which products are fused with a sum is written out, since the compiler chooses otherwise in other builds: a row
+    would have other bits in a packed call.
 
     Args:
         row_max: [BLOCK_M] float32, base 2; with LARGE in natural units.
