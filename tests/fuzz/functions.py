@@ -32,6 +32,7 @@ def drawn(seed: int, sizes: Sizes | None = None) -> Drawn:
     score = d.pick(*SCORES) if d.chance(0.8) else None
     mask = d.pick(*MASKS) if score is None or d.chance(0.6) else None
     listed = (d.pick(16, 32, 48, 64, 7), d.pick(16, 32, 64, 128, 20)) if mask and d.chance(0.6) else None
+    case = replace(case, invariant=case.invariant and score is None)  # GPUs refuse both together
     return case, score, mask, d.pick(*FLOATS), None if case.intervals else listed
 
 
