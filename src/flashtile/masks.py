@@ -1,9 +1,10 @@
-"""Masks in which each row keeps an interval of keys, or an interval of rows keeps each key, as ``block_mask``.
+"""Masks of intervals and of blocks that data have chosen, as ``block_mask``.
 
-Such masks take memory linear in the lengths, are exact to the row and key, and skip blocks without kept pairs. If they
-are combined with ``causal``, ``window_size``, ``attention_chunk`` and ``attn_mask``, all of these must keep a pair.
-Rows and keys are counted from a sequence's first; each packed sequence uses the first rows and keys of its mask.
-``mask[b]`` and ``mask[first:stop]`` are the masks of some samples.
+With ``Intervals`` each row keeps an interval of keys, or an interval of rows keeps each key. Such masks take memory
+linear in the lengths, are exact to the row and key, and skip blocks without kept pairs. If they are combined with
+``causal``, ``window_size``, ``attention_chunk`` and ``attn_mask``, all of these must keep a pair. Rows and keys are
+counted from a sequence's first; each packed sequence uses the first rows and keys of its mask. ``mask[b]`` and
+``mask[first:stop]`` are the masks of some samples. ``selected_blocks`` makes lists of whole blocks.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flashtile.core.errors import InvalidInputError
+from flashtile.core.errors import InvalidInputError, shown
 from flashtile.core.samples import BySample
+from flashtile.core.sizes import holds
+from flashtile.mods.block_mask import BlockMask, of_selected
 
-__all__ = ["Intervals", "chunks", "columns", "documents", "prefix", "rows"]
+__all__ = ["Intervals", "chunks", "columns", "documents", "prefix", "rows", "selected_blocks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +154,65 @@ def chunks(size: int, seqlen: int, *, seqlen_k: int | None = None, device: torch
     j = torch.arange(num_keys, device=device, dtype=torch.int32)
     start, of_key = (x.div(size, rounding_mode="floor") * size for x in (p, j))
     return Intervals(_pairs(start, start + size), _pairs(of_key - shift, of_key - shift + size), True)
+
+
+def selected_blocks(
+    indices: Tensor,
+    counts: Tensor | None = None,
+    block_size: int | tuple[int, int] = 64,
+    *,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+) -> BlockMask:
+    """Blocks of keys that data have chosen for each block of rows: a ``block_mask`` of ``attention``.
+
+    Rows of block i see the keys of the blocks ``indices[b, h, i]``; ``causal``, windows and lengths cut further. The
+    order in which blocks are named is free. The lists are made on the device, for rows and for keys, which gradients
+    need; nothing waits for it, so CUDA graphs and ``torch.compile`` can follow. Memory grows with ``indices``.
+
+    Args:
+        indices: ``(batch or 1, heads, blocks_q, most)`` int32 or int64, with query heads, key heads or 1 for all:
+            numbers of blocks of keys. A block that is named twice counts once; -1, and what is past the last block,
+            counts for nothing.
+        counts: ``(batch or 1, heads, blocks_q)`` integers: how many of the numbers of each list count, the first ones;
+            by default all.
+        block_size: Rows and keys of a block, or one number for both. A block may have one row: then each row has a list
+            of its own.
+        seqlen_q: Rows of a sequence, by default all of ``blocks_q`` blocks.
+        seqlen_k: Keys of a sequence, by default as many as rows.
+
+    Returns:
+        The mask. It is for these lengths; packed sequences use the first rows and keys of their sample's lists.
+
+    Raises:
+        InvalidInputError: Naming the argument that is wrong.
+
+    Source: Zhang et al. 2025, VSA, arXiv:2505.13389; Lu et al. 2025, MoBA, arXiv:2502.13189; Yuan et al. 2025, NSA,
+    arXiv:2502.11089.
+    """
+    found = _integers("indices", indices)
+    if found.dim() != 4:
+        raise InvalidInputError("indices", f"has {found.dim()} dimensions, must have 4: (batch, heads, blocks_q, most)")
+    sizes = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in sizes):
+        raise InvalidInputError("block_size", f"is {shown(block_size)}, must be a number or two: rows and keys")
+    rows = found.shape[2] * sizes[0] if seqlen_q is None else seqlen_q
+    keys = rows if seqlen_k is None else seqlen_k
+    if holds(-(-rows // sizes[0]) != found.shape[2]):
+        must = f"must be the {-(-rows // sizes[0])} blocks of {sizes[0]} of seqlen_q {rows}"
+        raise InvalidInputError("indices", f"has lists for {found.shape[2]} blocks of rows, {must}")
+    if counts is not None:
+        given = _integers("counts", counts)
+        if given.device != found.device:
+            raise InvalidInputError("counts", f"is on {given.device}, but indices is on {found.device}")
+        try:
+            given = given.expand(found.shape[:-1])
+        except RuntimeError:
+            must = f"must be {tuple(found.shape[:-1])}, one number for each list of indices"
+            raise InvalidInputError("counts", f"has shape {tuple(given.shape)}, {must}") from None
+        place = torch.arange(found.shape[3], device=found.device, dtype=torch.int32)
+        found = torch.where(place < given[..., None], found, -1)
+    return of_selected(found, (sizes[0], sizes[1]), (rows, keys))
 
 
 def _integers(name: str, x: object) -> Tensor:

@@ -204,7 +204,8 @@ def _listed(p: Problem, t: Tensors, seqlen_q: int, seqlen_k: int) -> Tensor:
         for place in range(start, stop):
             rows, n = slice(m * of_rows, (m + 1) * of_rows), int(t.row_items[place])
             kinds[b, h, rows, n * of_keys : (n + 1) * of_keys] = PARTIAL if place < full_start else FULL
-    return kinds[:, :, :seqlen_q, :seqlen_k]
+    each = 1 if heads == 1 else p.num_heads_q // heads  # rule 30: key heads' lists are their groups'
+    return kinds[:, :, :seqlen_q, :seqlen_k].repeat_interleave(each, dim=1)
 
 
 def _of_tree(p: Problem, words: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:

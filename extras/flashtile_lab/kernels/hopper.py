@@ -48,23 +48,25 @@ def builds(arch: str) -> list[KernelBuild]:
 
 
 def _function_builds() -> list[KernelBuild]:
-    """Users' functions that gather by pair, have a slope, mask documents; lists of 128 with bits and with functions."""
+    """Users' functions that gather by pair, have a slope, mask documents; lists of 128 with bits and functions, of 64."""
     documents, tree = library.documents(torch.zeros(64, dtype=torch.int32)), library.tree([-1, 0, 1, 1])
     table, image, packed = library.relative(torch.zeros(8, 65)), library.neighbourhood_2d(128, 6), {"varlen": True}
-    causal, lists = (_CAUSAL, ()), (_FULL, (128, 128))
+    causal, lists, small = (_CAUSAL, ()), (_FULL, (128, 128)), (64, 64)
     bits: Any = [(128, _FULL, {}), (64, _FULL, {}), (64, _FULL, packed), (256, _FULL, {}), (128, _CAUSAL, packed)]
     calls: list[tuple[int, Any, Any, tuple[Band, tuple[int, ...]], dict[str, Any]]] = [
         (128, table, documents, causal, packed), (256, library.temperature(torch.zeros(8)), documents, causal, {}),
         *((dim, None, None, (band, (128, 128, 1)), more) for dim, band, more in bits),
         (128, None, documents, lists, {}), (64, None, documents, lists, packed), (256, None, documents, lists, {}),
         (128, None, tree, lists, packed), (128, None, image, lists, {}), (128, table, None, (_FULL, (128, 128, 1)), {}),
+        *((dim, None, None, (_FULL, small), {}) for dim in (64, 128, 256)), (128, None, None, (_FULL, (128, 64)), {}),
+        (128, None, None, (_CAUSAL, small), packed), (128, None, documents, (_FULL, small), {}),
     ]  # fmt: skip
     made: list[KernelBuild] = []
     for dim, score, mask, (band, listed), more in calls:
         keys = [None if f is None else _key(f, what) for f, what in ((score, "score"), (mask, "mask"))]
         problem = _problem(dim, band, score_function=keys[0], mask_function=keys[1], listed=listed, **more)
         made += builds_of(problem, "forward")
-        made += [build for build in builds_of(problem, "backward") if build.name == "attention_backward"]
+        made += [build for build in builds_of(problem, "backward") if build.name.startswith("attention_backward")]
     return made
 
 

@@ -123,8 +123,8 @@ class Argument:
 
     Attributes:
         meaning: Description for the reader.
-        axes: Names of a tensor's dimensions; one in brackets may be left out. A packed call has ``total_q`` in place
-            of ``batch seqlen_q``.
+        axes: Names of a tensor's dimensions; one in brackets may be left out, and of two with a slash it is either. A
+            packed call has ``total_q`` in place of ``batch seqlen_q``.
         dtypes: Those that a tensor may have; None for q's. q's also goes if ``like_q``, float64 with a float64 q if
             ``wide``.
         layout: Which strides kernels read: "any", "rows" (the last dimension contiguous) or "whole" (all contiguous).
@@ -152,7 +152,7 @@ class Argument:
 
 _PAIRS = "batch num_heads_q seqlen_q seqlen_k"
 _ROW_KEYS, _KEY_ROWS = "batch num_heads_q seqlen_q ends", "batch num_heads_q seqlen_k ends"
-_ROW_BLOCKS, _KEY_BLOCKS = "batch num_heads_q blocks_q bounds", "batch num_heads_q blocks_k bounds"
+_ROW_BLOCKS, _KEY_BLOCKS = (f"batch num_heads_q/num_heads_kv blocks_{side} bounds" for side in "qk")
 
 
 @dataclass(eq=False)

@@ -92,9 +92,11 @@ class Axes:
             most = f"at most {len(axes)}: {_shape_text(axes)}"
             raise InvalidInputError(argument, f"has {tensor.dim()} dimensions, must have {most}")
         for axis, size in zip(axes[len(axes) - tensor.dim() :], tensor.shape, strict=True):
-            if holds(size != 1) and holds(size != self.sizes[axis]):
-                shape = ", ".join(f"{name} {self.sizes[name]}" for name in axes)
-                must = f"must be 1 or {self.sizes[axis]} to broadcast to ({shape})"
+            axis, *others = axis.split("/")
+            if holds(size != 1) and all(holds(size != self.sizes[each]) for each in (axis, *others)):
+                shape = ", ".join(f"{name} {self.sizes[name.split('/')[0]]}" for name in axes)
+                either = "".join(f" or {self.sizes[each]}" for each in dict.fromkeys((axis, *others)))
+                must = f"must be 1{either} to broadcast to ({shape})"
                 if tuple(tensor.shape) == (self.sizes["batch"], self.sizes.get("seqlen_k")):
                     must += f"; if it is by batch and key, give {argument}[:, None, None, :]"
                 if axis == "num_heads_q" and size == self.sizes["batch"] * self.sizes[axis]:

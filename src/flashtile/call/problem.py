@@ -72,7 +72,7 @@ class Problem:
         row_keys: Whether each row has an interval of keys.
         key_rows: Whether each key has an interval of rows.
         mirrored: Whether both are one mask, so that either will do.
-        by_head: Whether intervals or lists differ from head to head.
+        by_head: Whether intervals differ from head to head, or lists in a group of heads.
         listed: Rows and keys of the blocks that lists say are kept, and 1 if these have bits; empty without lists.
         mask_function: The user's mask mod, None without one.
         sinks: Whether sinks are given.
@@ -215,14 +215,16 @@ class Problem:
         t, o, sizes = tensors, options, _check_tensors(tensors, options)
         if o.batch_invariant:
             _check_invariant(t, o)
-        by_head, functions = (t.row_keys, t.key_rows, t.row_blocks), mod_keys(t, o.mods)
+        functions, heads = mod_keys(t, o.mods), sizes["num_heads_kv"]
+        by_head = any(x is not None and holds(x.shape[1] > 1) for x in (t.row_keys, t.key_rows))
+        by_head = by_head or (t.row_blocks is not None and holds(t.row_blocks.shape[1] not in (1, heads)))
         return checked_problem(
             t, o, sizes, (t.k, t.v),
             alibi=t.alibi_slopes is not None, bias_dtype=None if t.attn_bias is None else t.attn_bias.dtype,
             score_function=functions.get("score"), mask_function=functions.get("mask"),
             mask=t.attn_mask is not None, row_keys=t.row_keys is not None, key_rows=t.key_rows is not None,
-            mirrored=o.mirrored, by_head=any(x is not None and holds(x.shape[1] > 1) for x in by_head), listed=o.listed,
-            origins=t.origins is not None, dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
+            mirrored=o.mirrored, by_head=by_head, listed=o.listed, origins=t.origins is not None,
+            dropout_p=o.dropout_p, deterministic=o.deterministic, grads=o.grads,
             gpu=gpu_name(t.q.device), max_scores=o.return_max_scores,
             batch_invariant=o.batch_invariant,
         )  # fmt: skip

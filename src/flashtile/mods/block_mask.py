@@ -180,6 +180,39 @@ def _lists(owner: Tensor, item: Tensor, kind: Tensor, shape: tuple[int, int, int
     return torch.stack((starts, stops[..., 0], stops[..., 1]), dim=-1).int(), items
 
 
+def of_selected(indices: Tensor, block_size: tuple[int, int], lengths: tuple[int, int]) -> BlockMask:
+    """The mask that keeps all of the blocks of keys that each block of rows names, in any order.
+
+    As of ``of_kinds``, no length depends on data.
+
+    Args:
+        indices: ``(B, H, blocks_q, most)`` int32. A block that is named again counts once, and what is no block of keys
+            counts for nothing.
+        block_size: Rows and keys of a block.
+        lengths: Rows and keys of the mask.
+    """
+    *shape, most = indices.shape
+    groups, rows, keys = shape[0] * shape[1], shape[2], -(-lengths[1] // block_size[1])
+    # ``keys`` stands for no block: it sorts last.
+    found = torch.where((indices >= 0) & (indices < keys), indices, keys).sort(dim=-1).values
+    is_again = found[..., 1:] == found[..., :-1]
+    found = torch.cat((found[..., :1], found[..., 1:].masked_fill(is_again, keys)), -1).sort(dim=-1).values
+    device = indices.device
+    start = (torch.arange(groups * rows, device=device) * most).view(shape)
+    stop = start + (found < keys).sum(-1)
+    row_blocks = torch.stack((start, start, stop), dim=-1).int()
+    # Sorted by key and then by row, all groups at once.
+    wide = torch.int32 if (keys + 1) * rows < 2**31 else torch.int64
+    row = torch.arange(rows, device=device, dtype=wide)[:, None]
+    by_key = (found.to(wide) * rows + row).flatten(2).sort(dim=-1).values
+    firsts = torch.arange(keys + 1, device=device, dtype=wide) * rows
+    bounds = torch.searchsorted(by_key, firsts.expand(*shape[:2], -1).contiguous())
+    bounds = bounds + (torch.arange(groups, device=device) * (rows * most)).view(*shape[:2], 1)
+    key_blocks = torch.stack((bounds[..., :-1], bounds[..., :-1], bounds[..., 1:]), dim=-1).int()
+    items = [x.int().flatten() if x.numel() else indices.new_zeros(1) for x in (found, by_key % max(rows, 1))]
+    return BlockMask(row_blocks, items[0], key_blocks, items[1], block_size, lengths, None)
+
+
 def of_kinds(
     kinds: Tensor, block_size: tuple[int, int], lengths: tuple[int, int], mask_mod: Callable[..., Any] | None
 ) -> BlockMask:

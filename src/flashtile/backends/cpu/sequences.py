@@ -164,7 +164,10 @@ def _sequence(
     function, listed = mask_function(problem, t), None
     if t.row_blocks is not None and t.row_items is not None:
         rows, keys = problem.listed[:2]
-        listed = BlockLists(_of_batch(t.row_blocks, batch), t.row_items, (rows, keys))
+        bounds, heads = _of_batch(t.row_blocks, batch), problem.num_heads_q
+        if bounds.shape[1] not in (1, heads):
+            bounds = bounds.repeat_interleave(heads // bounds.shape[1], dim=1)
+        listed = BlockLists(bounds, t.row_items, (rows, keys))
     counted = range(batch.start + first, batch.stop + first)
     return DenseSequences(
         counted, place, key_place, lse_place, q, k, v, slopes, mask, bias, bias_place, None, row_keys, key_rows,

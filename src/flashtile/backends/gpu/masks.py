@@ -118,7 +118,7 @@ def _lists_of(problem: Problem, t: Tensors, *, over_keys: bool) -> Lists:
     batch, heads, count, _ = bounds.shape
     return Lists(
         pointer(bounds, name), pointer(getattr(t, items), items), 0 if batch == 1 else heads * count * 3,
-        0 if heads == 1 else count * 3, count, own, other,
+        0 if heads == 1 else count * 3, 1 if heads == 1 else problem.num_heads_q // heads, count, own, other,
         problem.has_bits, problem.varlen or not problem.band.unbounded,
     )  # fmt: skip
 

@@ -186,12 +186,16 @@ _BOTH = _COMMON | {
     "max_scores", "batch_invariant",
 }  # fmt: skip
 _LISTS = (
-    Limit("block lists of blocks that are no multiples of 128", lambda p: any(n % 128 for n in p.listed[:2])),
+    Limit("block lists of blocks that are no multiples of 64", lambda p: any(n % 64 for n in p.listed[:2])),
     Limit("block lists at head_dim past 256", lambda p: p.listed != () and _is_big(p)),
 )
 _OF_FORWARD = (Limit("batch_invariant=True with ALiBi both ways", _is_alibi_by_tile), INVARIANT_SCORES)
 _OF_BACKWARD = (
-    Limit("interval masks or block lists by head, of grouped heads", lambda p: p.by_head and p.group_size > 1),
+    Limit("interval masks by head, of grouped heads", lambda p: p.by_head and p.intervals and p.group_size > 1),
+    Limit(
+        "block lists by query head, of grouped heads, for dq alone",
+        lambda p: p.by_head and p.listed != () and p.group_size > 1 and not (p.grads.k or p.grads.v),
+    ),
     Limit(
         "dropout at head_dim past 256 or with a score_mod",
         lambda p: p.dropout_p > 0 and (_is_big(p) or p.score_function is not None),

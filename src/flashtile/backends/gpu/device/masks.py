@@ -155,7 +155,8 @@ def list_bounds(lists, b, h, first, exists):
     """The three bounds of the list for the block that contains element ``first``; an empty list if not ``exists``."""
     block = first // lists.BLOCK
     there = exists & (block < lists.count)
-    at = lists.bounds + (tl.cast(b, tl.int64) * lists.batch_step + tl.cast(h, tl.int64) * lists.head_step) + 3 * block
+    head = tl.cast(h // lists.heads_each, tl.int64)
+    at = lists.bounds + (tl.cast(b, tl.int64) * lists.batch_step + head * lists.head_step) + 3 * block
     return tl.load(at, mask=there, other=0), tl.load(at + 1, mask=there, other=0), tl.load(at + 2, mask=there, other=0)
 
 
@@ -163,7 +164,7 @@ def list_bounds(lists, b, h, first, exists):
 def bits_of(lists, b, h, first, start, exists):
     """Offset in ``items`` of this row block's bitmaps. The bitmap at list position p begins at offset + p * WORDS."""
     WORDS: tl.constexpr = lists.BLOCK * lists.OTHER // 32
-    number = (b * lists.batch_step + h * lists.head_step) // 3 + first // lists.BLOCK
+    number = (b * lists.batch_step + h // lists.heads_each * lists.head_step) // 3 + first // lists.BLOCK
     there = exists & (first // lists.BLOCK < lists.count)
     return tl.load(lists.items + number, mask=there, other=0) - start * WORDS
 

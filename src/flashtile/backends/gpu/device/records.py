@@ -327,7 +327,8 @@ class Lists(NamedTuple):
         bounds: int32 (batch, heads, count, 3): where a list begins, where its full blocks begin, and where it ends.
         items: int32, the blocks of the other side.
         batch_step: Step from one sequence to the next, 0 if they share lists; counts numbers.
-        head_step: The same of query heads.
+        head_step: The same of heads with lists of their own.
+        heads_each: Query heads that share such a list: one, or a group.
         count: Number of blocks of this side.
         BLOCK: Elements of a block of this side.
         OTHER: Elements of a block of the other side.
@@ -339,6 +340,7 @@ class Lists(NamedTuple):
     items: Any
     batch_step: Any
     head_step: Any
+    heads_each: Any
     count: Any
     BLOCK: Any
     OTHER: Any

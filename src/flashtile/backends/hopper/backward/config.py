@@ -8,9 +8,11 @@ from flashtile.backends.hopper.forward.config import (
     PRODUCER_REGISTERS,
     SHARED_BYTES,
     WARPGROUP_REGISTERS,
+    ForwardTiles,
     by_bits,
     is_expensive,
     narrowest,
+    shared_bytes_of,
 )
 from flashtile.backends.hopper.forward.config import width as width_of_tiles
 from flashtile.call.problem import Problem
@@ -71,6 +73,8 @@ class BackwardTiles:
             always added from registers.
         registers: What setmaxnreg gives a computing thread.
         dq_registers: The same for a third warpgroup, which computes dq; 0: there is none, and the two compute dq.
+        alone: Whether one warpgroup has 64 keys and both gradients of them, and dq is of ``by_rows``; two programs then
+            share a multiprocessor.
         pairs: What pairs of programs have in place of this, each program as ``by_gradient`` says; None: there are none.
     """
 
@@ -86,6 +90,7 @@ class BackwardTiles:
     dq_tma: bool = False
     registers: int = 240
     dq_registers: int = 0
+    alone: bool = False
     pairs: PairTiles | None = None
 
     def __post_init__(self) -> None:
@@ -94,15 +99,17 @@ class BackwardTiles:
         if self.ds_stages < 2:
             raise ValueError(f"a step writes its dscores before the last ones are read: {self}")
         share = self.block_d if self.block_m == 128 else self.block_d // 2
-        if self.dq_registers == 0 and (share % self.dq_width or 128 % self.dq_width):
+        if self.dq_registers == 0 and not self.alone and (share % self.dq_width or 128 % self.dq_width):
             raise ValueError(f"a warpgroup has {share} columns of dq: {self}")
         if self.by_gradient and self.dq_registers == 0:
             raise ValueError(f"a warpgroup with one gradient has no registers for dq: {self}")
         if self.dq_registers > 0 and (self.block_m != 64 or narrowest(self.dq_width) != self.dq_width):
             raise ValueError(f"a third warpgroup adds dq of 64 queries: {self}")
-        if 2 * self.registers + self.dq_registers + PRODUCER_REGISTERS > WARPGROUP_REGISTERS:
+        if (self.by_gradient or self.dq_registers > 0) and self.alone:
+            raise ValueError(f"one warpgroup has both gradients, and no dq: {self}")
+        if 2 * self.registers + self.dq_registers + PRODUCER_REGISTERS * self.programs > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
-        if self.shared_bytes > SHARED_BYTES:
+        if self.shared_bytes > shared_bytes_of(self.programs):
             raise ValueError(f"more shared memory than there is, {self.shared_bytes} bytes: {self}")
         if self.pairs is not None and self.pairs.shared_bytes(self.block_d) > SHARED_BYTES:
             raise ValueError(f"pairs of programs need more shared memory than there is: {self}")
@@ -110,27 +117,36 @@ class BackwardTiles:
     @property
     def block_n(self) -> int:
         """Keys of a tile."""
-        return PART_KEYS if self.by_gradient else 2 * PART_KEYS
+        return PART_KEYS if self.by_gradient or self.alone else 2 * PART_KEYS
+
+    @property
+    def programs(self) -> int:
+        """Programs that share a multiprocessor."""
+        return 2 if self.alone else 1
 
     @property
     def max_registers(self) -> int:
         """What the compiler gives every thread at the start: all of them together fill the register file."""
-        return 128 if self.dq_registers else 168
+        return 128 if self.dq_registers or self.alone else 168
 
     @property
     def out_cols(self) -> int:
         """Columns of the buffers through which dk and dv leave, half as many in float32."""
         narrow = min(box_cols(self.block_d), box_cols(self.block_dv))
-        return min(narrow, self.block_m) if self.by_gradient else narrow
+        return min(narrow, self.block_m) if self.by_gradient or self.alone else narrow
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of the tiles, and 1 KiB for barriers, tile records and what the compiler needs."""
         keys = self.block_n * (self.k_stages * self.block_d + self.v_stages * self.block_dv)
         rows = self.stages * self.block_m * (self.block_d + self.block_dv)
-        dscores = self.ds_stages * self.block_n * self.block_m
+        dscores = self.ds_stages * self.block_n * self.block_m * (not self.alone)
         # What leaves one gradient at a time leaves through the probabilities' or the dscores' buffers.
-        out = self.block_n * (self.ds_stages * self.block_m if self.by_gradient else min(self.block_d, 128))
+        out = (
+            PART_KEYS * self.out_cols
+            if self.alone
+            else self.block_n * (self.ds_stages * self.block_m if self.by_gradient else min(self.block_d, 128))
+        )
         dq = (1 if self.dq_registers else 2) * 64 * self.dq_width if self.dq_tma else 0
         return 2 * (keys + rows + dscores + out) + 4 * dq + self.stages * 2 * self.block_m * 4 + 1024
 
@@ -148,6 +164,11 @@ NARROW_64 = BackwardTiles(block_d=64, block_dv=64, block_m=64, stages=3, v_stage
 # 32 than in 128 columns or with a gradient a warpgroup.
 BASE_96 = BackwardTiles(block_d=96, block_dv=96, stages=3, ds_stages=3, registers=208, dq_registers=64)
 BY_TMA_96 = replace(BASE_96, ds_stages=2, dq_tma=True)
+# Shared memory has room for no buffer of the next tile's keys.
+ALONE = {
+    dim: BackwardTiles(block_d=dim, block_dv=dim, alone=True, k_stages=1, stages=3 if dim == 64 else 2, registers=224)
+    for dim in (64, 96, 128)
+}
 BASE_128 = BackwardTiles(block_d=128, block_dv=128)
 BY_GRADIENT_128 = replace(BASE_128, by_gradient=True, stages=3, v_stages=2, registers=208, dq_registers=64)
 BASE_160 = replace(BY_GRADIENT_128, block_d=160, block_dv=160, v_stages=1)
@@ -185,6 +206,8 @@ def choose(problem: Problem) -> BackwardTiles:
     reads_score_tensors = problem.mask or problem.bias_dtype is not None
     two_sided = problem.alibi and (problem.band.right is None or problem.band.right > 0)
     has_functions = problem.score_function is not None or problem.mask_function is not None
+    if any(n % 128 for n in problem.listed[:2]) and width <= 128:
+        return of_small_blocks(problem, width)
     if width == 64:
         # Softcap, bias, mask, dropout, rows' intervals, distances on both sides of the diagonal and users' score mods
         # take registers of their own.
@@ -211,6 +234,43 @@ def choose(problem: Problem) -> BackwardTiles:
     if problem.deterministic or (problem.band.right is None and not (problem.varlen or problem.has_bits)):
         return THREE_STAGES_128
     return BY_TMA_128
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTiles(ForwardTiles):
+    """The tiles of ``by_rows``, which has dout beside the queries."""
+
+    num_warpgroups: int = 1
+    block_n: int = PART_KEYS
+    q_stages: int = 1
+    overlap: bool = False
+    dynamic: bool = True
+    tile_stages: int = 2
+    programs: int = 2
+    registers: int = 224
+    max_registers: int = 128
+
+    @property
+    def shared_bytes(self) -> int:
+        """As the forward's, with dout."""
+        return super().shared_bytes + 2 * self.block_m * self.block_dv
+
+
+def rows_tiles(problem: Problem) -> RowTiles:
+    """Those of a call that is ``ALONE``."""
+    width = width_of_tiles(max(problem.head_dim, problem.head_dim_v))
+    cols = min(narrowest(width), 64)
+    return RowTiles(block_d=width, block_dv=width, out_cols=cols, stages=4 if width == 64 else 2)
+
+
+def of_small_blocks(problem: Problem, width: int) -> BackwardTiles:
+    """Tiles that divide listed blocks of 64 rows or keys; wider ones than 128 columns have such tiles anyway."""
+    p = problem
+    takes_more = p.softcap > 0 or p.mask or p.bias_dtype is not None or p.alibi or p.dropout_p > 0
+    takes_more = takes_more or p.score_function is not None or p.mask_function is not None
+    if not takes_more and p.grad_dtype == p.dtype:
+        return ALONE[width]
+    return replace(BY_GRADIENT_128, block_d=width, block_dv=width)
 
 
 def _in_pairs(problem: Problem) -> bool:

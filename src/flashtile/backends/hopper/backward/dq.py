@@ -99,9 +99,10 @@ def make_channels(grid):
     PARTS: gl.constexpr = grid.tiles.PARTS
     stages: gl.constexpr = grid.tiles.STAGES
     ds_stages: gl.constexpr = grid.tiles.DS_STAGES
-    by_gradient: gl.constexpr = PARTS == 1
+    by_gradient: gl.constexpr = grid.tiles.BY_GRADIENT
     # With dv alone, the second of two warpgroups that share keys does nothing. A third warpgroup for dq reads the keys.
-    consumers: gl.constexpr = 2 if grid.gradients.HAS_DSCORES or not by_gradient else 1
+    both: gl.constexpr = grid.gradients.HAS_DSCORES if by_gradient else PARTS == 2
+    consumers: gl.constexpr = 2 if both else 1
     # Two more warps read the tile records if dq has an order.
     in_order: gl.constexpr = 2 if grid.work.dq_order is not None else 0
     third: gl.constexpr = 1 if grid.gradients.HAS_DQ and grid.tiles.DQ_WARPGROUPS == 1 else 0
@@ -124,9 +125,11 @@ def make_channels(grid):
         of_probs: gl.constexpr = gl.bfloat16 if grid.gradients.HAS_SLOPE else gl.float16
         probs = make_ring(of_probs, [PART_KEYS, ROWS], ds_layout, ds_stages, 1 if grid.gradients.HAS_DSCORES else 0)
     else:
-        cols: gl.constexpr = width_of(COLS, -1)
+        cols: gl.constexpr = width_of(COLS, -1, 64 if PARTS == 1 else 256)
         out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_KEYS, cols], dtype)
-        out = gl.allocate_shared_memory(dtype, [2 * (min(COLS, 128) // cols), PART_KEYS, cols], out_layout)
+        out = gl.allocate_shared_memory(
+            dtype, [PARTS * (1 if PARTS == 1 else min(COLS, 128) // cols), PART_KEYS, cols], out_layout
+        )
     return BackwardChannels(tiles, queries, rows, dout, keys, values, dscores, probs, out, None)
 
 

@@ -7,7 +7,8 @@ Scores have keys first, so that P^T and dS^T are left operands straight from reg
 64 keys of its own: dK and dV of these keys stay in registers. Both write dS^T to shared memory. One step later each
 computes one half of the dQ that all 128 keys add to a row block, and adds it to float32 global memory; or a third
 warpgroup computes all of dQ, if there are registers for it. One warp loads by TMA. If the head dims make dK and dV too
-large for that, two warpgroups share 64 keys: ``roles.gradient_consumer``.
+large for that, two warpgroups share 64 keys: ``roles.gradient_consumer``. For lists of small blocks one warpgroup has
+64 keys and computes no dQ, which is ``by_rows``'s.
 Mathematics: docs/algorithm.md. Sources: Dao et al. 2022, arXiv:2205.14135, algorithm 4; Shah et al. 2024,
 FlashAttention-3, arXiv:2407.08608, appendix B.1 (warp specialisation of the backward).
 """
@@ -49,7 +50,11 @@ def attention_backward(grid):
         channels0 = with_dq(channels, DqOutput(grid.work.dq, None, None, dq_order, added))
         channels1 = channels0
     # The records are not kept in variables, because they hold constants: see ``records``.
-    if DQ_WARPGROUPS == 1:
+    if grid.tiles.PARTS == 1 and not grid.tiles.BY_GRADIENT:
+        gl.warp_specialize([
+            (of_keys, (channels0, grid, mod, 0)), (producer, (channels, grid)),
+        ], [1], [24])  # fmt: skip
+    elif DQ_WARPGROUPS == 1:
         DQ_REGISTERS: gl.constexpr = grid.tiles.DQ_REGISTERS
         if dq_order is None:
             gl.warp_specialize([

@@ -26,6 +26,7 @@ from flashtile.backends.gpu.plan import (
     table_memory,
 )
 from flashtile.backends.gpu.records import num_packed_tiles, table_launches
+from flashtile.backends.hopper import records as forward_records
 from flashtile.backends.hopper import tensor_maps
 from flashtile.backends.hopper.backward import config as configs
 from flashtile.backends.hopper.backward import records
@@ -33,6 +34,7 @@ from flashtile.backends.hopper.backward.config import BackwardTiles
 from flashtile.backends.hopper.backward.records import BackwardSchedule, MainTiles, SavedResults, Splits, Sums, Work
 from flashtile.backends.hopper.backward.workspace import Workspace, key_blocks
 from flashtile.backends.hopper.device.records import BOUNDS_BLOCK, Mods
+from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.config import by_bits, has_slope, narrowest
 from flashtile.backends.hopper.records import mods_of
 from flashtile.backends.portable import repair
@@ -42,6 +44,7 @@ from flashtile.call.problem import Problem, Tensors
 
 attention_backward = device_code("flashtile.backends.hopper.backward.kernel").attention_backward
 attention_backward_pairs = device_code("flashtile.backends.hopper.backward.pairs").attention_backward_pairs
+attention_backward_dq = device_code("flashtile.backends.hopper.backward.by_rows").attention_backward_dq
 _rows_code = device_code("flashtile.backends.hopper.backward.rows")
 finish_gradient = _rows_code.finish_gradient
 prepare_rows = _rows_code.prepare_rows
@@ -207,7 +210,9 @@ def launches(
     if problem.intervals:
         made["interval_bounds"] = bounds_launch(problem, tensors, _OF_KEYS)
     made["prepare_rows"] = preprocess_launch(problem, tensors, dout, dlse, config, work, adds)
-    if wanted.q or wanted.k or wanted.v:
+    if config.alone and wanted.q:
+        made["attention_backward_dq"] = _rows_launch(problem, tensors, dout, work)
+    if wanted.k or wanted.v or (wanted.q and not config.alone):
         in_pairs = config.pairs is not None and not adds and _has_clusters(tensors)
         main = _pairs_launch if in_pairs else _main_launch
         made["attention_backward"] = main(problem, tensors, dout, config, work, adds)
@@ -275,7 +280,7 @@ def _finish_launch(
 ) -> Launch | None:
     """From the sums of ``name``, one of dq, dk and dv, to the gradient; None where there are none."""
     p, is_dq = problem, name == "dq"
-    at = {"dq": 0 if p.grads.q else None, "dk": work.dk_at, "dv": work.dv_at}[name]
+    at = {"dq": 0 if p.grads.q and not config.alone else None, "dk": work.dk_at, "dv": work.dv_at}[name]
     if at is None:
         return None
     block_m = config.block_m if is_dq else config.block_n
@@ -319,7 +324,27 @@ def _main_launch(
     if p.varlen:
         blocks = num_packed_tiles(rows_k, p.batch, config.block_n)
     options = {"num_warps": 4, "maxnreg": config.max_registers}
-    return Launch(attention_backward, min(num_sms, blocks * heads), {"grid": grid}, options)
+    return Launch(attention_backward, min(config.programs * num_sms, blocks * heads), {"grid": grid}, options)
+
+
+def _rows_launch(problem: Problem, tensors: Tensors, dout: Tensor, work: Workspace) -> Launch:
+    """The launch of ``by_rows``."""
+    p, t, config = problem, tensors, configs.rows_tiles(problem)
+    rows = (forward.rows_of_queries(p, t, config), *forward.rows_of_keys(p, t, config))
+    mods = backward_mods(p, t, masks_of(p, t, forward.OF_ROWS))
+    dq = tensor_maps.contiguous_map("dq", p.dtype, t.q.shape, config.block_m, config.out_cols, p.varlen)
+    cols_v = narrowest(config.block_dv)
+    output = records.RowGradient(
+        dq, rows_of("dout", dout, (config.block_m, cols_v), config.block_dv, p.varlen),
+        Pointer(torch.float32, "work", work.rows_at), scores_scale(p), p.varlen,
+    )  # fmt: skip
+    arguments = {
+        "call": forward_records.call_of(p, t, rows, forward_records.keys_of(p, t), mods),
+        "output": output,
+        "schedule": forward_records.schedule_of(p, config, True)._replace(counter=work.record().counter),
+    }
+    options = {"num_warps": 4, "maxnreg": config.max_registers}
+    return Launch(attention_backward_dq, forward.num_programs(p, t, config), arguments, options)
 
 
 def _has_clusters(tensors: Tensors) -> bool:
@@ -400,6 +425,7 @@ def _gradients(
 ) -> records.GradientTensors:
     """With gqa_splits, dk and dv are sums in the workspace."""
     p, wanted, splits = problem, problem.grads, work.gqa_splits > 1
+    is_here = wanted.q and not config.alone  # dq
     out_cols = config.out_cols // 2 if p.grad_dtype == torch.float32 else config.out_cols
 
     def of(name: str, x: Tensor, at: int | None) -> TensorMap | Pointer:
@@ -410,7 +436,7 @@ def _gradients(
     return records.GradientTensors(
         rows_of("dout", dout, (config.block_m, configs.box_cols(config.block_dv)), config.block_dv, p.varlen),
         of("dk", t.k, work.dk_at) if wanted.k else None, of("dv", t.v, work.dv_at) if wanted.v else None,
-        scores_scale(p), wanted.q, wanted.k, wanted.v, wanted.q or wanted.k, adds and not splits,
+        scores_scale(p), is_here, wanted.k, wanted.v, is_here or wanted.k, adds and not splits,
         has_slope(p),
     )  # fmt: skip
 
@@ -418,7 +444,7 @@ def _gradients(
 def _main_work(problem: Problem, config: BackwardTiles, work: Workspace) -> Work:
     """With a descriptor of the rows and, where TMA adds to it, of dq as lines of 128 floats."""
     # In a fixed order sums are added from registers: an add's end must be known.
-    adds_by_tma = problem.grads.q and config.dq_tma and not problem.deterministic
+    adds_by_tma = problem.grads.q and not config.alone and config.dq_tma and not problem.deterministic
     lines = min(config.dq_width, configs.box_cols(config.block_d)) // 2
     return work.record()._replace(
         rows=tensor_maps.floats_map(2 * work.blocks, config.block_m, 2, work.rows_at),
@@ -445,7 +471,7 @@ def _tiles(config: BackwardTiles) -> MainTiles:
     share = c.block_d if c.block_m == 128 or has_third else c.block_d // 2
     return MainTiles(
         c.block_m, c.block_n, c.block_n // configs.PART_KEYS, c.stages, c.k_stages, c.v_stages, c.ds_stages,
-        1 if has_third else 2, share, c.dq_width, c.registers, c.dq_registers, 0,
+        1 if has_third else 2, share, c.dq_width, c.registers, c.dq_registers, 0, c.by_gradient,
     )  # fmt: skip
 
 

@@ -30,6 +30,24 @@ class GradientTensors(NamedTuple):
     HAS_SLOPE: Any
 
 
+class RowGradient(NamedTuple):
+    """What ``by_rows`` reads besides a forward's call, and where dq goes.
+
+    Attributes:
+        desc: The descriptor of dq.
+        dout: ``records.Rows``.
+        rows: [2 * blocks, 64] float32, see ``rows``.
+        scale: Factor of dq.
+        PACKED: Whether sequences are packed.
+    """
+
+    desc: Any
+    dout: Any
+    rows: Any
+    scale: Any
+    PACKED: Any
+
+
 class Work(NamedTuple):
     """The workspace, see ``rows``.
 
@@ -99,6 +117,7 @@ class MainTiles(NamedTuple):
         DQ_WARPGROUPS: How many compute dq.
         DQ_SHARE: Columns of 64 rows of a row block's dq that each of them has.
         HELD: Columns of values that a warpgroup of ``pairs`` holds in registers.
+        BY_GRADIENT: As in ``BackwardTiles``.
     """
 
     BLOCK_M: Any
@@ -114,6 +133,7 @@ class MainTiles(NamedTuple):
     REGISTERS: Any
     DQ_REGISTERS: Any
     HELD: Any
+    BY_GRADIENT: Any
 
 
 class KeyGrid(NamedTuple):

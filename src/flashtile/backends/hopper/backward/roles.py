@@ -467,7 +467,7 @@ def store_gradient(out, grad, records, tiles, out_s, grid, COLS: gl.constexpr, W
         else:
             keys = key_rows(records, tiles, grid)
             key = records.get(tiles, "key") + WARPGROUP * PART_KEYS
-            count: gl.constexpr = out_s.shape[0] // 2
+            count: gl.constexpr = out_s.shape[0] // grid.tiles.PARTS
             parts = boxes(out, grad, grid)
             width: gl.constexpr = parts[0].shape[1]
             for i in gl.static_range(len(parts)):

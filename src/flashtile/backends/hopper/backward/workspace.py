@@ -54,9 +54,10 @@ class Workspace(NamedTuple):
             blocks = num_packed_tiles(rows, problem.batch, config.block_m) * problem.num_heads_q
         else:
             blocks = -(-rows // config.block_m) * problem.batch * problem.num_heads_q
-        rows_at = 4 * blocks * config.block_m * config.block_d if problem.grads.q else 0
+        has_sums = problem.grads.q and not config.alone
+        rows_at = 4 * blocks * config.block_m * config.block_d if has_sums else 0
         counter_at = rows_at + 4 * blocks * 2 * config.block_m
-        dq_order_at = counter_at + 16 if problem.grads.q and problem.deterministic else None
+        dq_order_at = counter_at + 16 if has_sums and problem.deterministic else None
         end = counter_at + 16 if dq_order_at is None else dq_order_at + 16 * -(-blocks // 4)
         count = gqa_splits(problem, config, tensors.k.shape[-3])
         sum_heads = count if problem.deterministic else 1
@@ -119,6 +120,8 @@ def gqa_splits(problem: Problem, config: BackwardTiles, rows_k: int) -> int:
     p = problem
     if p.group_size == 1 or not (p.grads.k or p.grads.v) or config.pairs is not None:
         return 1
+    if p.by_head:
+        return p.group_size  # A tile has one list.
     sequences = max(1, -(-rows_k // max(p.seqlen_k, 1))) if p.varlen else p.batch
     heads = sequences * p.num_heads_kv
     return _splits(p.band, p.seqlen_q, p.seqlen_k, heads, p.group_size, config, p.deterministic)

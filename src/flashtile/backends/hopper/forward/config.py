@@ -46,6 +46,8 @@ class ForwardTiles:
         max_registers: What the compiler gives every thread at the start: all of them together fill the register file.
         score_stages: Buffers for bias and mask tiles; 0 if each thread loads its elements from global memory.
         score_bytes: Bytes of an element of bias and mask together: of those with rows of their own, and with one row.
+        programs: Programs that share a multiprocessor: two of one warpgroup each load what their own rows need, where
+            two warpgroups of one program load the same blocks.
     """
 
     block_d: int
@@ -67,17 +69,18 @@ class ForwardTiles:
     max_registers: int = 168
     score_stages: int = 0
     score_bytes: tuple[int, int] = (0, 0)
+    programs: int = 1
 
     def __post_init__(self) -> None:
         if self.overlap and self.q_stages < 2 and self.block_d != 96:
             raise ValueError(f"overlap needs two buffers for queries, or at head_dim 96 registers: {self}")
         if (self.num_warpgroups - 1) * self.block_m > self.block_n:
             raise ValueError(f"a warpgroup may leave out one key block of a tile, no more: {self}")
-        if self.num_warpgroups * self.registers + self.other_registers > WARPGROUP_REGISTERS:
+        if self.programs * (self.num_warpgroups * self.registers + self.other_registers) > WARPGROUP_REGISTERS:
             raise ValueError(f"more registers than there are: {self}")
         if self.block_m % self.strip or (self.pack_gqa and self.out_cols > 64):
             raise ValueError(f"pack_gqa needs whole strips, whose boxes have 64 columns at most: {self}")
-        if self.shared_bytes > SHARED_BYTES:
+        if self.shared_bytes > shared_bytes_of(self.programs):
             raise ValueError(f"more shared memory than there is, {self.shared_bytes} bytes: {self}")
 
     @property
@@ -104,6 +107,11 @@ class ForwardTiles:
         overlap = "" if self.overlap else ", one after the other"
         dims = f"{self.block_d}" if self.block_d == self.block_dv else f"{self.block_d} and {self.block_dv}"
         return f"tiles {rows} x {self.block_n}, head_dim {dims}, {self.stages} stages{overlap}"
+
+
+def shared_bytes_of(programs: int) -> int:
+    """Shared memory of each of some programs that share a multiprocessor; the system keeps 1 KiB of each."""
+    return (SHARED_BYTES + 1024) // programs - 1024
 
 
 # Widths of tiles; their parts are powers of two (``device/parts.py``). Each takes less time than the next.
@@ -164,6 +172,23 @@ HELD_96 = replace(TWO_WARPGROUPS[96, 128], q_stages=1, stages=3)
 THREE_WARPGROUPS_64 = ForwardTiles(
     block_d=64, block_dv=64, out_cols=64, num_warpgroups=3, stages=3, overlap=False, registers=160, max_registers=128
 )  # fmt: skip
+
+
+@functools.cache
+def one_warpgroup(block_d: int, block_dv: int) -> ForwardTiles:
+    """One warpgroup of 64 rows and blocks of 64 keys, for lists of such blocks: two programs, where there is room."""
+    out_cols = min(narrowest(block_dv), 64)
+    for programs, (overlap, most) in itertools.product((2, 1), ((True, MOST_STAGES), (False, MOST_STAGES))):
+        q_stages = 2 if overlap else 1
+        rows = 2 * 64 * (q_stages * block_d + out_cols)
+        stages = (shared_bytes_of(programs) - OTHER_BYTES - rows) // (2 * 64 * (block_d + block_dv))
+        if stages >= 2:
+            return ForwardTiles(
+                block_d=block_d, block_dv=block_dv, out_cols=out_cols, block_n=64, num_warpgroups=1,
+                stages=min(stages, most), q_stages=q_stages, overlap=overlap, programs=programs,
+                registers=224 if programs == 2 else 240, max_registers=128 if programs == 2 else 255,
+            )  # fmt: skip
+    raise ValueError(f"no tiles of {block_d} and {block_dv} columns fit into shared memory")
 
 
 @functools.cache
@@ -289,6 +314,9 @@ def choose(
         score_bytes = (bias_bytes + problem.mask, 0) if score_bytes is None else score_bytes
         pingpong = dims == (256, 256) and score_bytes[0] >= bias_bytes > 0
         config = _variant(two_warpgroups(*dims, block_n, score_bytes), pingpong=pingpong)
+    if any(n % 128 for n in problem.listed[:2]):
+        # Rows of one list only share a tile.
+        config = one_warpgroup(*dims) if problem.listed[0] % 128 else two_warpgroups(*dims, 64)
     is_causal, has_left = problem.band.right is not None, problem.band.left is not None or problem.intervals
     is_listed, is_short, ways = problem.listed != (), problem.seqlen_q <= SHORT, []
     if dims == (64, 64):

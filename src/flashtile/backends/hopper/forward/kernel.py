@@ -28,7 +28,7 @@ from flashtile.backends.hopper.forward.softmax_step import ForwardChannels
 
 @gluon.jit
 def attention_forward(call, output, schedule):
-    """Attention of every tile; one program per SM.
+    """Attention of every tile; one or two programs per SM.
 
     Args:
         call: ``gpu.device.records.Call``, with rows by TMA alone, and with the tensors' lengths if packed. Its keys and
@@ -52,8 +52,14 @@ def attention_forward(call, output, schedule):
     mod, by_tma = transforms_of(call, schedule)
     source = KeyTensors(False)
     q0 = make_rings(dtype, BLOCK_M, call.q.BLOCK_DIM, schedule.Q_STAGES, 1)
-    q1 = make_rings(dtype, BLOCK_M, call.q.BLOCK_DIM, schedule.Q_STAGES, 1)
-    if NUM_WARPGROUPS == 2:
+    if NUM_WARPGROUPS == 1:
+        gl.warp_specialize([
+            (consumer, (ForwardChannels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
+            (producer, (ForwardChannels(tiles, (q0,), keys, values, None), by_tma, source, call, schedule)),
+            (scheduler, (tiles, source, call, schedule)),
+        ], [1, 1], [FEW, FEW])  # fmt: skip
+    elif NUM_WARPGROUPS == 2:
+        q1 = make_rings(dtype, BLOCK_M, call.q.BLOCK_DIM, schedule.Q_STAGES, 1)
         gl.warp_specialize([
             (consumer, (ForwardChannels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),
             (consumer, (ForwardChannels(tiles, q1, keys, values, outputs), call, output, schedule, mod, 1)),
@@ -61,6 +67,7 @@ def attention_forward(call, output, schedule):
             (scheduler, (tiles, source, call, schedule)),
         ], [4, 1, 1], [REGISTERS, FEW, FEW])  # fmt: skip
     else:
+        q1 = make_rings(dtype, BLOCK_M, call.q.BLOCK_DIM, schedule.Q_STAGES, 1)
         q2 = make_rings(dtype, BLOCK_M, call.q.BLOCK_DIM, schedule.Q_STAGES, 1)
         gl.warp_specialize([
             (consumer, (ForwardChannels(tiles, q0, keys, values, outputs), call, output, schedule, mod, 0)),

@@ -83,7 +83,7 @@ def forward_launch(problem: Problem, tensors: Tensors, config: ForwardTiles, *, 
     p, t = problem, tensors
     has_edges = meets_edges(p, config, p.varlen and is_same(t.cu_seqlens_q, t.cu_seqlens_k))
     output = output_of(p, _map_of_out(p, t.q, config), config.block_dv, is_joined)
-    return launch_of(attention_forward, p, t, config, keys_of(p, t), _rows_of_keys(p, t, config), output, has_edges)
+    return launch_of(attention_forward, p, t, config, keys_of(p, t), rows_of_keys(p, t, config), output, has_edges)
 
 
 def launch_of(
@@ -104,11 +104,7 @@ def launch_of(
         q_name: The operand of the queries.
         more: Further arguments of the kernel.
     """
-    p, t = problem, tensors
-    q_cols = configs.narrowest(config.block_d)
-    q_map = tensor_maps.rows_map(q_name, t.q, config.strip, min(q_cols, 64) if config.pack_gqa else q_cols, p.varlen)
-    # At head_dim 80 a sixth of the products of queries and keys would be with zeros.
-    q = rows_of(q_map, config.block_d, 80 if p.head_dim <= 80 and config.block_d == 96 else None)
+    p, t, q = problem, tensors, rows_of_queries(problem, tensors, config, q_name)
     bias_map, mask_map = (
         tensor_maps.score_map(each, config.block_m, config.block_n) if config.score_stages else None
         for each in (t.attn_bias, t.attn_mask)
@@ -131,7 +127,7 @@ def num_programs(problem: Problem, tensors: Tensors, config: Any) -> int:
     blocks = -(-(-(-rows_q // unit) * unit * heads) // rows) * p.batch
     if p.varlen:
         blocks = num_packed_tiles(rows_q, p.batch, rows, heads, unit - 1)
-    return min(tensor_maps.num_sms(tensors.q.device), blocks * (p.num_heads_q // heads))
+    return min(config.programs * tensor_maps.num_sms(tensors.q.device), blocks * (p.num_heads_q // heads))
 
 
 def _map_of_out(problem: Problem, q: Tensor, config: ForwardTiles) -> TensorMap | None:
@@ -142,7 +138,17 @@ def _map_of_out(problem: Problem, q: Tensor, config: ForwardTiles) -> TensorMap 
     return tensor_maps.contiguous_map("out", q.dtype, shape, config.strip, config.out_cols, problem.varlen)
 
 
-def _rows_of_keys(problem: Problem, tensors: Tensors, config: ForwardTiles) -> tuple[Rows, Rows]:
+def rows_of_queries(problem: Problem, tensors: Tensors, config: ForwardTiles, name: str = "q") -> Rows:
+    """Q by maps of a tile's strips."""
+    cols = configs.narrowest(config.block_d)
+    box = tensor_maps.rows_map(
+        name, tensors.q, config.strip, min(cols, 64) if config.pack_gqa else cols, problem.varlen
+    )
+    # At head_dim 80 a sixth of the products of queries and keys would be with zeros.
+    return rows_of(box, config.block_d, 80 if problem.head_dim <= 80 and config.block_d == 96 else None)
+
+
+def rows_of_keys(problem: Problem, tensors: Tensors, config: ForwardTiles) -> tuple[Rows, Rows]:
     """K and v by maps of the narrowest part that a tile's columns consist of."""
     cols, cols_v = configs.narrowest(config.block_d), configs.narrowest(config.block_dv)
     return (
