@@ -12,6 +12,7 @@ from torch import Tensor
 
 # Loaded later, the package would take the place of ``flashtile.backends``, the function.
 import flashtile.backends  # noqa: F401
+from flashtile.api import lists_of_rows
 from flashtile.api.cached import attention_with_kvcache as attention_with_kvcache
 from flashtile.api.keywords import (
     Asked,
@@ -167,6 +168,12 @@ def attention(
     masked, mirrored, listed = _NOT_MASKED
     if block_mask is not None:
         masked, mirrored, listed, mask_mod = masked_by(block_mask, mask_mod, q, k)
+        if listed and listed[0] % lists_of_rows.LEAST:
+            of_rows = alibi_slopes, attn_mask, attn_bias, sinks, score_mod, mask_mod, precision, attention_chunk
+            if all(x is None for x in of_rows) and not dropout_p and lists_of_rows.folds(block_mask, alone):
+                own = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap,
+                       "deterministic": deterministic, "backend": backend}  # fmt: skip
+                return lists_of_rows.attend(attention, block_mask, alone, own, return_lse, return_max_scores)
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, **masked)  # type: ignore[arg-type]
     numbers = softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk
     plain = Plain(*numbers, mirrored, listed, return_max_scores, False)
