@@ -10,6 +10,7 @@ counted from a sequence's first; each packed sequence uses the first rows and ke
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -196,8 +197,8 @@ def selected_blocks(
     sizes = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in sizes):
         raise InvalidInputError("block_size", f"is {shown(block_size)}, must be a number or two: rows and keys")
-    rows = found.shape[2] * sizes[0] if seqlen_q is None else seqlen_q
-    keys = rows if seqlen_k is None else seqlen_k
+    rows = found.shape[2] * sizes[0] if seqlen_q is None else _length("seqlen_q", seqlen_q)
+    keys = rows if seqlen_k is None else _length("seqlen_k", seqlen_k)
     if holds(-(-rows // sizes[0]) != found.shape[2]):
         must = f"must be the {-(-rows // sizes[0])} blocks of {sizes[0]} of seqlen_q {rows}"
         raise InvalidInputError("indices", f"has lists for {found.shape[2]} blocks of rows, {must}")
@@ -213,6 +214,12 @@ def selected_blocks(
         place = torch.arange(found.shape[3], device=found.device, dtype=torch.int32)
         found = torch.where(place < given[..., None], found, -1)
     return of_selected(found, (sizes[0], sizes[1]), (rows, keys))
+
+
+def _length(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or holds(value < 0):
+        raise InvalidInputError(name, f"is {shown(value)}, must be an integer >= 0")
+    return value  # type: ignore[return-value]
 
 
 def _integers(name: str, x: object) -> Tensor:

@@ -66,7 +66,7 @@ _FLOAT8_CACHE = {"seqlen_k": 64, "cached": True, "kv_dtype": FLOAT8}
 @pytest.mark.parametrize(
     ("backend", "direction", "values", "label"),
     [
-        ("hopper", "forward", {"listed": (64, 128)}, "no multiples of 128"),
+        ("hopper", "forward", {"listed": (32, 128)}, "no multiples of 64"),
         ("hopper", "forward", {"listed": (128, 128), "head_dim": 320}, "block lists at head_dim past 256"),
         (
             "hopper",
@@ -75,7 +75,12 @@ _FLOAT8_CACHE = {"seqlen_k": 64, "cached": True, "kv_dtype": FLOAT8}
             "by head, of grouped",
         ),
         ("hopper", "backward", {"dropout_p": 0.1, "head_dim_v": 264}, "dropout at head_dim past 256"),
-        ("hopper", "backward", {"deterministic": True, "listed": (128, 128)}, "deterministic=True with interval masks"),
+        (
+            "hopper",
+            "backward",
+            {"deterministic": True, "listed": (128, 128)},
+            "deterministic=True with interval masks, or with",
+        ),
         ("hopper", "decode", {**_FLOAT8_CACHE, "head_dim": 63}, "float8 caches of odd widths"),
         ("portable", "backward", {"listed": (16, 24)}, "no multiples of 16"),
         ("portable", "decode", {**_FLOAT8_CACHE, "aligned": False}, "not aligned to 16 bytes"),

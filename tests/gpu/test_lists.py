@@ -43,7 +43,8 @@ CASES = (
 KINDS = (
     (None, "documents", (128, 128)), ("gated", "neighbourhood", (128, 128)), (None, None, (128, 128)),
     (None, "prefix", (256, 128)), ("distance", "window", (128, 384)), (None, "random_pairs", (128, 128)),
-    (None, "nothing", (128, 128)), (None, "documents", (64, 64)), (None, "chunks", (48, 16)),
+    (None, "nothing", (128, 128)), (None, "documents", (64, 64)), (None, "chunks", (48, 16)), (None, None, (64, 64)),
+    ("gated", "random_pairs", (64, 128)), (None, None, (128, 64)), (None, "heads_differ", (192, 64)),
 )  # fmt: skip
 
 

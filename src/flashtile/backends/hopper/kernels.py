@@ -158,6 +158,11 @@ def _reads_prompts(problem: Problem, tensors: Any) -> bool:
     return t.cache_leftpad is None and is_near and all(x.numel() and maps.is_readable(x) for x in read)
 
 
+def _is_alone(problem: Problem) -> bool:
+    found: bool = module("hopper.backward.config").is_alone(problem)
+    return found
+
+
 _TILES, _MERGED = "TMA and WGMMA, warp-specialised and persistent, {}", "splits merged in the same launch"
 _LATENT = "TMA and WGMMA, warp-specialised, rows of keys and values read once, {}"
 _WIDE = f"TMA and WGMMA, warp-specialised, {{}}; {_MERGED}"
@@ -194,15 +199,15 @@ _OF_BACKWARD = (
     Limit("interval masks by head, of grouped heads", lambda p: p.by_head and p.intervals and p.group_size > 1),
     Limit(
         "block lists by query head, of grouped heads, for dq alone",
-        lambda p: p.by_head and p.listed != () and p.group_size > 1 and not (p.grads.k or p.grads.v),
+        lambda p: p.by_head and p.listed != () and p.group_size > 1 and not (p.grads.k or p.grads.v or _is_alone(p)),
     ),
     Limit(
         "dropout at head_dim past 256 or with a score_mod",
         lambda p: p.dropout_p > 0 and (_is_big(p) or p.score_function is not None),
     ),
     Limit(
-        "deterministic=True with interval masks or block lists",
-        lambda p: p.deterministic and (p.intervals or p.listed != ()),
+        "deterministic=True with interval masks, or with block lists but plain ones of 64 rows or keys",
+        lambda p: p.deterministic and (p.intervals or (p.listed != () and not _is_alone(p))),
     ),
 )
 _FORWARD = Capabilities(

@@ -265,12 +265,18 @@ def rows_tiles(problem: Problem) -> RowTiles:
 
 def of_small_blocks(problem: Problem, width: int) -> BackwardTiles:
     """Tiles that divide listed blocks of 64 rows or keys; wider ones than 128 columns have such tiles anyway."""
-    p = problem
-    takes_more = p.softcap > 0 or p.mask or p.bias_dtype is not None or p.alibi or p.dropout_p > 0
-    takes_more = takes_more or p.score_function is not None or p.mask_function is not None
-    if not takes_more and p.grad_dtype == p.dtype:
+    if is_alone(problem):
         return ALONE[width]
     return replace(BY_GRADIENT_128, block_d=width, block_dv=width)
+
+
+def is_alone(problem: Problem) -> bool:
+    """Whether programs with rows of their own compute dq: of plain scores of lists of blocks of 64 rows or keys."""
+    p = problem
+    if not any(n % 128 for n in p.listed[:2]) or max(p.head_dim, p.head_dim_v) > 128 or p.grad_dtype != p.dtype:
+        return False
+    takes_more = p.softcap > 0 or p.mask or p.bias_dtype is not None or p.alibi or p.dropout_p > 0
+    return not takes_more and p.score_function is None and p.mask_function is None
 
 
 def _in_pairs(problem: Problem) -> bool:

@@ -1,0 +1,147 @@
+"""Random calls over blocks that an index tensor names, judged by the formula in float64 with a mask of all pairs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.masks import selected_blocks
+
+# Blocks of rows and keys.
+ANY = ((64, 64), (16, 64), (1, 16), (20, 33), (128, 64))
+OF_PORTABLE = ((64, 64), (16, 64), (48, 16), (64, 32))
+OF_HOPPER = ((64, 64), (64, 64), (128, 64), (64, 128), (192, 64), (128, 128))
+# The largest error over the largest number of a result, or over 1.
+LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedCall:
+    """A call.
+
+    Attributes:
+        indices: As of ``selected_blocks``, with repeated blocks, and numbers that name none.
+        counts: Likewise, or None.
+        block_size: Rows and keys of a block.
+        lengths: Rows and keys of each sequence; the mask is for ``longest``.
+        longest: Rows and keys.
+        packed: Whether sequences are packed.
+        heads: Query heads and key heads.
+        inputs: q, k, v and dout of all sequences, one after another.
+        causal: Whether ``causal`` is set.
+        left: The left bound of a window.
+        deterministic: As of ``attention``.
+    """
+
+    indices: Tensor
+    counts: Tensor | None
+    block_size: tuple[int, int]
+    lengths: list[tuple[int, int]]
+    longest: tuple[int, int]
+    packed: bool
+    heads: tuple[int, int]
+    inputs: tuple[Tensor, ...]
+    causal: bool
+    left: int | None
+    deterministic: bool
+
+    def __str__(self) -> str:
+        about = self.inputs[0].dtype, tuple(self.inputs[0].shape), self.indices.shape, self.block_size, self.lengths
+        return f"{about} {self.heads} {self.causal} {self.left} {self.packed} {self.deterministic}"
+
+
+def drawn(
+    seed: int, sizes: tuple[tuple[int, int], ...], dtypes: tuple[torch.dtype, ...], longest: int, dims: tuple[int, ...]
+) -> SelectedCall:
+    """The call of a seed, with blocks of one of ``sizes`` and sequences of at most ``longest`` rows and keys."""
+    pick, made = random.Random(seed), torch.Generator().manual_seed(seed)
+    size, dtype, dim, kv_heads, group = (
+        pick.choice(each) for each in (sizes, dtypes, dims, (1, 2, 3), (1, 1, 2, 4))
+    )  # fmt: skip
+    heads, batch, rows = kv_heads * group, pick.choice((1, 2)), pick.randint(1, longest)
+    keys = pick.choice((rows, pick.randint(1, longest)))
+    packed = pick.random() < 0.35
+    lengths = [(rows, keys)] * batch
+    if packed:
+        lengths = [(n, n if rows == keys else pick.randint(0, keys)) for n in (pick.randint(1, rows), rows)[:batch]]
+    of_keys, most = -(-keys // size[1]), pick.randint(1, -(-keys // size[1]) + 2)
+    shape = pick.choice((1, batch)), pick.choice((1, kv_heads, heads)), -(-rows // size[0]), most
+    indices = torch.randint(-1, of_keys + 2, shape, generator=made, dtype=torch.int32)
+    counts = torch.randint(0, most + 1, shape[:3], generator=made) if pick.random() < 0.5 else None
+    totals = [sum(n) for n in zip(*lengths, strict=True)]
+    inputs = tuple(
+        torch.randn(n, h, dim, generator=made).to(dtype)
+        for n, h in ((totals[0], heads), (totals[1], kv_heads), (totals[1], kv_heads), (totals[0], heads))
+    )
+    left = pick.choice((None, None, None, pick.randint(0, 2 * longest // 3)))
+    return SelectedCall(
+        indices, counts, size, lengths, (rows, keys), packed, (heads, kv_heads), inputs, pick.random() < 0.4, left,
+        pick.random() < 0.3,
+    )  # fmt: skip
+
+
+def kept_pairs(call: SelectedCall) -> Tensor:
+    """What lists keep, ``(batch or 1, heads or 1, rows, keys)`` bool."""
+    (of_rows, of_keys), (rows, keys), found = call.block_size, call.longest, call.indices.long()
+    if call.counts is not None:
+        found = torch.where(torch.arange(found.shape[3]) < call.counts[..., None], found, -1)
+    blocks = torch.arange(-(-keys // of_keys))
+    named = (found[..., None] == blocks).any(3)
+    return named.repeat_interleave(of_rows, 2).repeat_interleave(of_keys, 3)[:, :, :rows, :keys]
+
+
+def exact(call: SelectedCall) -> list[Tensor]:
+    """(out, dq, dk, dv) in float64."""
+    q, k, v = (x.detach().cpu().double().requires_grad_() for x in call.inputs[:3])
+    (heads, kv_heads), outs, row, key = call.heads, [], 0, 0
+    kept = kept_pairs(call).expand(len(call.lengths), -1, -1, -1)
+    kept = kept.repeat_interleave(heads // kept.shape[1], 1)
+    for b, (rows, keys) in enumerate(call.lengths):
+        own, k_own, v_own = q[row : row + rows], k[key : key + keys], v[key : key + keys]
+        of_heads = (x.repeat_interleave(heads // kv_heads, 1) for x in (k_own, v_own))
+        k_own, v_own = of_heads
+        i, j = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)
+        keep = kept[b, :, :rows, :keys]
+        keep = keep & (j <= i) if call.causal else keep
+        keep = keep if call.left is None else keep & (j >= i - call.left)
+        scores = torch.einsum("ihd,jhd->hij", own, k_own) * q.shape[-1] ** -0.5
+        # A row without keys has probabilities of 0.
+        top = scores.masked_fill(~keep, -1e300).amax(-1, keepdim=True) if keys else scores
+        weights = torch.where(keep, torch.exp(torch.where(keep, scores - top, 0.0)), 0.0)
+        total = weights.sum(-1, keepdim=True)
+        outs.append(torch.einsum("hij,jhd->ihd", weights / torch.where(total == 0, 1.0, total), v_own))
+        row, key = row + rows, key + keys
+    out = torch.cat(outs)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), call.inputs[3].cpu().double())]
+
+
+def found(call: SelectedCall, device: str = "cpu", backend: str | None = None) -> list[Tensor]:
+    """(out, dq, dk, dv) of the public functions."""
+    leaves = [x.to(device).requires_grad_() for x in call.inputs[:3]]
+    counts = None if call.counts is None else call.counts.to(device)
+    (rows, keys), indices = call.longest, call.indices.to(device)
+    mask = selected_blocks(indices, counts, call.block_size, seqlen_q=rows, seqlen_k=keys)
+    keywords: dict[str, Any] = {
+        "causal": call.causal, "window_size": (call.left, None), "deterministic": call.deterministic,
+        "block_mask": mask, "backend": backend,
+    }  # fmt: skip
+    if call.packed:
+        bounds = (torch.tensor([0, *(n[side] for n in call.lengths)]).cumsum(0).int().to(device) for side in range(2))
+        out = flashtile.attention_varlen(*leaves, *bounds, rows, keys, **keywords)
+    else:
+        dense = (x.unflatten(0, (len(call.lengths), -1)) for x in leaves)
+        out = flashtile.attention(*dense, **keywords).flatten(0, 1)
+    return [out.detach(), *torch.autograd.grad(out, leaves, call.inputs[3].to(device))]
+
+
+def judge(call: SelectedCall, device: str = "cpu", backend: str | None = None) -> None:
+    """Raises AssertionError where a result is wrong."""
+    for name, got, want in zip(("out", "dq", "dk", "dv"), found(call, device, backend), exact(call), strict=True):
+        got, most = got.cpu().double(), max(float(want.abs().max()) if want.numel() else 0.0, 1.0)
+        error = float((got - want).abs().max()) / most if want.numel() else 0.0
+        assert got.isfinite().all() and error <= LIMITS[call.inputs[0].dtype], f"{name} errs by {error}: {call}"
