@@ -17,6 +17,7 @@ from flashtile.call.functions import mask_function, score_function
 from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized import Quantized
 from flashtile.call.quantized_call import QuantizedTensors
+from flashtile.call.selected import Selected
 from flashtile.core import philox
 from flashtile.core.masks import Band, Origin
 from flashtile.mods.block_mask import FULL, PARTIAL
@@ -257,7 +258,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def attention_with_kvcache(
-    problem: Problem, tensors: CacheTensors, dtype: torch.dtype = torch.float64
+    problem: Problem, tensors: CacheTensors, dtype: torch.dtype = torch.float64, given: Selected | None = None
 ) -> tuple[Tensor, Tensor]:
     """A cached call by definition; neither ``tensors.out`` nor the caches are changed.
 
@@ -265,15 +266,16 @@ def attention_with_kvcache(
         problem: The call.
         tensors: Its tensors.
         dtype: As in ``attention``. New keys and rotated queries are rounded by rules 14 to 16 in every dtype.
+        given: The keys that each query sees; the problem is that of the call without.
 
     Returns:
         out and lse as ``attention`` returns them.
     """
-    return cached_with_max_scores(problem, tensors, dtype)[:2]
+    return cached_with_max_scores(problem, tensors, dtype, given)[:2]
 
 
 def cached_with_max_scores(
-    problem: Problem, tensors: CacheTensors, dtype: torch.dtype = torch.float64
+    problem: Problem, tensors: CacheTensors, dtype: torch.dtype = torch.float64, given: Selected | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``attention_with_kvcache``'s out and lse, and the largest score that each row keeps, like lse (rule 31)."""
     t = appended(problem, tensors)
@@ -282,30 +284,51 @@ def cached_with_max_scores(
         problem.lse_shape(t.q)[: t.q.dim() - 1], -torch.inf, dtype=_score_dtype(problem, dtype), device=t.q.device
     )
     top = lse.clone()
-    for b, rows in enumerate(_spans(problem, t.q, t.cu_seqlens_q)):
-        first = 0 if t.cache_leftpad is None else int(t.cache_leftpad[b])
-        places = [_place(t, b, j) for j in range(first, int(t.cache_seqlens[b]))]  # rules 13 and 17
-        k, v = (_values(cache, scale, places, dtype) for cache, scale in _caches(t))
-        if t.row_scale is not None and places:  # rule 16
-            scales = torch.stack([t.row_scale[place] for place in places])
-            v = (v.float() * scales.repeat_interleave(128, -1)).to(t.q.dtype).to(dtype)
-        q = _rows(t.q, b, rows)
-        if t.qv is not None:  # rule 13
-            q, k = torch.cat([_rows(t.qv, b, rows), q], dim=-1), torch.cat([v, k], dim=-1)
-        slopes = t.alibi_slopes
-        slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
-        one = Tensors(
-            q[None], k[None], v[None], slopes, sinks=t.sinks,
-            row_keys=first_of(t.row_keys, b, rows.stop - rows.start), key_rows=first_of(t.key_rows, b, len(k)),
-            operands=t.operands, numbers=t.numbers,
-        )  # fmt: skip
+    for b, each in enumerate(_spans(problem, t.q, t.cu_seqlens_q)):
         # The last query is at the last key's position, however many keys are left out at the start.
         own = problem.but(band=_band(problem, t, b))
-        one_out, *of_rows = _dense(own, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))
-        _rows(out, b, rows).copy_(one_out[0])
-        for found, each in zip((lse, top), of_rows, strict=True):
-            (found[:, rows] if problem.varlen else found[b]).copy_(each[0])
+        if given is not None and given.slots is not None:  # rule 32: a query is a call of its own
+            own = problem.but(band=Band())
+        for rows, places, keep in _parts(t, b, each, given):
+            k, v = (_values(cache, scale, places, dtype) for cache, scale in _caches(t))
+            if t.row_scale is not None and places:  # rule 16
+                scales = torch.stack([t.row_scale[place] for place in places])
+                v = (v.float() * scales.repeat_interleave(128, -1)).to(t.q.dtype).to(dtype)
+            q = _rows(t.q, b, rows)
+            if t.qv is not None:  # rule 13
+                q, k = torch.cat([_rows(t.qv, b, rows), q], dim=-1), torch.cat([v, k], dim=-1)
+            slopes = t.alibi_slopes
+            slopes = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
+            one = Tensors(
+                q[None], k[None], v[None], slopes, keep, sinks=t.sinks,
+                row_keys=first_of(t.row_keys, b, rows.stop - rows.start), key_rows=first_of(t.key_rows, b, len(k)),
+                operands=t.operands, numbers=t.numbers,
+            )  # fmt: skip
+            one_out, *of_rows = _dense(own, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))
+            _rows(out, b, rows).copy_(one_out[0])
+            for found, part in zip((lse, top), of_rows, strict=True):
+                (found if problem.varlen else found[b])[:, rows].copy_(part[0])
     return out, lse, top
+
+
+_Part = tuple[slice, list[tuple[int, int]], Tensor | None]
+
+
+def _parts(t: CacheTensors, b: int, rows: slice, given: Selected | None) -> list[_Part]:
+    """Rows of a sequence, the places of the keys that they are over, and which pairs are kept, ``(1, 1, rows, keys)``."""
+    first = 0 if t.cache_leftpad is None else int(t.cache_leftpad[b])
+    length = int(t.cache_seqlens[b])
+    if given is None:
+        return [(rows, [_place(t, b, j) for j in range(first, length)], None)]  # rules 13 and 17
+    lists = given.lists[b, rows] if given.lists.dim() == 3 else given.lists[rows]
+    if given.slots is not None:  # rule 32
+        size, count = t.k_cache.shape[1], t.k_cache.shape[0] * t.k_cache.shape[1]
+        kept = [[divmod(slot, size) for slot in each if 0 <= slot < count] for each in lists.tolist()]
+        return [(slice(n, n + 1), each, None) for n, each in enumerate(kept, rows.start)]
+    keys = range(first, length)
+    keep = [[j in each for j in keys] for each in map(set, lists.tolist())]
+    mask = torch.tensor(keep, dtype=torch.bool, device=t.q.device).view(1, 1, len(lists), len(keys))
+    return [(rows, [_place(t, b, j) for j in keys], mask)]
 
 
 def appended(problem: Problem, tensors: CacheTensors) -> CacheTensors:

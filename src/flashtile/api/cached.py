@@ -15,10 +15,12 @@ from flashtile.call.arguments import check_tensor
 from flashtile.call.cached_arguments import CacheTensors, read, tree_words
 from flashtile.call.cached_problem import check_apart, check_length, problem_of
 from flashtile.call.prepared import autocast, autocast_is_on
+from flashtile.call.selected import Selected
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.core.states import asked_for
 from flashtile.masks import Intervals
 from flashtile.ops import cached as ops
+from flashtile.ops import selected as of_selected
 
 
 @overload
@@ -92,6 +94,8 @@ def attention_with_kvcache(
     out: Tensor | None = None,
     backend: str | None = None,
     return_max_scores: bool = False,
+    selected: Tensor | None = None,
+    selected_slots: Tensor | None = None,
     **_unknown: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of new queries over keys and values in a cache, which may be in pages, with new keys appended first.
@@ -172,6 +176,14 @@ def attention_with_kvcache(
         out: Where to write the output, in place of a new tensor: its shape, q's dtype, last dimension contiguous.
         backend: The backend to use, or an error with its reasons if it cannot; None takes the first that can.
         return_max_scores: Also return the largest score that each row keeps, as of ``attention``.
+        selected: ``(batch, seqlen_q, most)``, packed ``(total_q, most)``, int32: the positions of its sequence that
+            each query sees, in place of all before L. -1, or any negative number, is none; positions at or past L
+            are ignored, and causal and window_size cut further. Positions of one list must differ, which is checked on
+            CPUs and with ``FLASHTILE_CHECK``. A page, or an entry, must begin a whole number of rows after the one
+            before. Not with k, alibi_slopes, tree_mask, attention_chunk, block_mask, functions or scales by page.
+        selected_slots: The same, but names rows of the cache, as FlashMLA's ``indices`` do: row ``slot % page_size``
+            of page ``slot // page_size``, without pages of an entry; a slot past the last is none too. Lengths,
+            page tables and causal do not apply to slots, and windows, cache_batch_idx and cache_leftpad are refused.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)``, packed ``(total_q, num_heads_q, head_dim_v)``, in q's dtype;
@@ -183,7 +195,7 @@ def attention_with_kvcache(
         InvalidInputError: A ValueError that names the argument.
         UnsupportedError: No backend can run the call; lists the reasons of each.
 
-    Source: Dao et al. 2022, arXiv:2205.14135; Kwon et al. 2023, arXiv:2309.06180 (pages).
+    Source: Dao et al. 2022, arXiv:2205.14135; Kwon et al. 2023, arXiv:2309.06180 (pages); DeepSeek-V3.2, 2025 (selected).
     """
     if _more or _unknown:
         raise refused("attention_with_kvcache", _more, _unknown)
@@ -205,8 +217,11 @@ def attention_with_kvcache(
     if k_cache is v_cache and k is not None and not k_cache.is_meta:
         problem_of(tensors, options)
         check_apart(tensors)
-    lse = ops.attend(tensors, options)
     wants_more = return_lse or return_max_scores
+    if selected is None and selected_slots is None:
+        lse = ops.attend(tensors, options)
+    else:
+        lse = of_selected.attend(tensors, options, Selected(selected, selected_slots), wants_more)
     return asked_for(tensors.out, lse, return_lse, return_max_scores) if wants_more else tensors.out
 
 

@@ -83,6 +83,8 @@ class Cached(TypedDict, total=False):
     page_indices: Tensor | None
     qv: Tensor | None
     out: Tensor | None
+    selected: Tensor | None
+    selected_slots: Tensor | None
 
 
 class CacheKeywords(Common, Cached, total=False):

@@ -23,8 +23,9 @@ from flashtile.call.cached_arguments import CacheOptions, CacheTensors
 from flashtile.call.prepared import autocast, wanting, without_data
 from flashtile.call.problem import AHEAD, Problem, check_values, compute_capability, gpu_name, gpu_of
 from flashtile.call.quantized import Quantized
+from flashtile.call.selected import Selected
 from flashtile.core.errors import InvalidInputError, shown
-from flashtile.ops import dispatch
+from flashtile.ops import dispatch, selected
 
 
 def explain(
@@ -116,6 +117,9 @@ def over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheT
     made = CacheTensors(**given)
     if any(each is not None for each in functions):
         options = with_functions(made, *functions, plain.softcap).options(options, 0)
+    lists = Selected(cached.get("selected"), cached.get("selected_slots"))
+    if lists.is_given:
+        return selected.described(completed(made), options, lists)
     return latent.split(completed(made)), options
 
 

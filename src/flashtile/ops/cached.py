@@ -32,12 +32,13 @@ def attend(t: CacheTensors, options: CacheOptions) -> Tensor:
         operator = ATTEND if t.k is None else APPEND
         watched: Tensor = operator.overload(*CACHED.flatten(CACHED.readable(t), options))
         return watched
-    t, call = CACHED.planned(_split(t), options)
+    t, call = CACHED.planned(split(t), options)
     found: Tensor = call.run(t)
     return found
 
 
-def _split(t: CacheTensors) -> CacheTensors:
+def split(t: CacheTensors) -> CacheTensors:
+    """As ``latent.split``, of any call."""
     k, v = t.k_cache, t.v_cache
     # None is refused further on, by name.
     return latent.split(t) if k is not None and v is not None and v.shape[-1:] < k.shape[-1:] else t
@@ -78,7 +79,7 @@ def _run(appends: bool, *args: Any) -> Tensor:
     if appends != (t.k is not None):
         other = "append_attention_with_kvcache" if t.k is not None else "attention_with_kvcache"
         raise InvalidInputError("k", f"is {'given' if t.k is not None else 'None'}: the operator is {other}")
-    t, call = CACHED.planned(_split(t), options)
+    t, call = CACHED.planned(split(t), options)
     lse: Tensor = call.run(t)
     return lse
 

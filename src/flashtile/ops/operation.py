@@ -175,7 +175,7 @@ class Operation(Generic[T, S]):
             LIBRARY.impl(name, kernel, device)
         torch.library.register_fake(f"flashtile::{name}", fake, lib=LIBRARY)
         if not has_derivative:
-            LIBRARY.impl(name, self._without_derivative(operator), "Autograd", with_keyset=True)
+            LIBRARY.impl(name, self._without_derivative(operator, len(leading or ())), "Autograd", with_keyset=True)
         OPERATORS.append(operator)
         return operator
 
@@ -309,14 +309,17 @@ class Operation(Generic[T, S]):
 
         return guarded
 
-    def _without_derivative(self, operator: Operator) -> Callable[..., Any]:
-        """A kernel for the dispatcher's autograd keys: there is no derivative of any kind."""
+    def _without_derivative(self, operator: Operator, first: int) -> Callable[..., Any]:
+        """A kernel for the dispatcher's autograd keys: there is no derivative of any kind.
+
+        The operation's arguments are those from number ``first`` on.
+        """
 
         def kernel(keyset: Any, *args: Any) -> Any:
             register()
             if torch.is_grad_enabled():
-                refuse_gradients(self.rows, args[: len(self.rows)], self.what)
-            refuse_tangents(self.rows, args, self.what)
+                refuse_gradients(self.rows, args[first : first + len(self.rows)], self.what)
+            refuse_tangents(self.rows, args[first:], self.what)
             with torch._C._AutoDispatchBelowAutograd():
                 return operator.overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 

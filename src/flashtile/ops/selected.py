@@ -1,0 +1,113 @@
+"""The operator of cached calls where each query names the keys that it sees; see ``call.selected``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.call import selected
+from flashtile.call.cached_arguments import CacheOptions, CacheTensors
+from flashtile.call.cached_problem import check_values, problem_of
+from flashtile.call.problem import Problem
+from flashtile.call.selected import Compact, Reach, Selected
+from flashtile.core import settings
+from flashtile.ops.cached import CACHED, split
+from flashtile.ops.operation import is_watched
+
+
+def attend(t: CacheTensors, options: CacheOptions, given: Selected, with_lse: bool = True) -> Tensor:
+    """Runs the call: through its operator, or directly where the dispatcher is not needed.
+
+    Args:
+        t: The call's tensors. ``out`` is written.
+        options: The call's options.
+        given: The lists.
+        with_lse: Whether the caller uses lse; if not, it may have any strides.
+
+    Returns:
+        lse, as in ``call.backend.Decode``.
+    """
+    selected.check_company(t, options, given)
+    if is_watched(t.q, t.k_cache, t.v_cache):
+        watched: Tensor = OPERATOR.overload(*given, *CACHED.flatten(CACHED.readable(t), options))
+        return watched
+    lse = _attend(t, options, given)
+    return _contiguous(lse, options) if with_lse else lse
+
+
+def _attend(t: CacheTensors, options: CacheOptions, given: Selected) -> Tensor:
+    t, reach, problem = checked(t, options, given)
+    made, settled = selected.reduced(t, options, reach, *_compact(t)(t, given, reach))
+    made, call = CACHED.planned(made, settled)
+    found: Tensor = call.run(made)
+    if made.out.data_ptr() != t.out.data_ptr():
+        t.out.copy_(made.out.view(t.out.shape))
+    return selected.lse_of(t, found)
+
+
+def checked(t: CacheTensors, options: CacheOptions, given: Selected) -> tuple[CacheTensors, Reach, Problem]:
+    """The call with values apart where they are columns of keys, and what its queries may reach; all is checked.
+
+    Raises:
+        InvalidInputError: Naming the argument that is wrong.
+    """
+    t, call = CACHED.planned(selected.to_check(split(t), given), options)
+    selected.check_lists(t, given)
+    reach = selected.reach_of(t, options, call.problem, given)
+    if call.problem.device_type == "cpu" or (settings.CHECK.raw() and settings.CHECK.enabled()):
+        nothing = given.slots is not None  # lengths do not apply
+        check_values(call.problem, dataclasses.replace(t, cache_seqlens=t.cache_seqlens * 0) if nothing else t)
+        selected.check_values(t, given, reach)
+    return t, reach, call.problem
+
+
+def described(t: CacheTensors, options: CacheOptions, given: Selected) -> tuple[CacheTensors, CacheOptions]:
+    """The call that remains once rows are known, with lists of none in their place: what ``explain`` tells about."""
+    selected.check_company(t, options, given)
+    t = selected.to_check(split(t), given)
+    reach = selected.reach_of(t, options, problem_of(t, options), given)
+    selected.check_lists(t, given)
+    rows = torch.zeros_like(given.lists).flatten(0, -2)
+    return selected.reduced(t, options, reach, rows, rows.new_zeros(rows.shape[:1]))
+
+
+def _compact(t: CacheTensors) -> Compact:
+    if t.q.is_cuda:
+        from flashtile.ops.lists import has_triton  # what few programs need is not loaded by all
+
+        if has_triton():
+            from flashtile.backends.portable.selected import compacted
+
+            return compacted
+    return selected.compacted
+
+
+def _contiguous(lse: Tensor, options: CacheOptions) -> Tensor:
+    """The lse as other calls return it: with largest scores, each of the two lies in memory as it would alone."""
+    return lse.movedim(-1, 0).contiguous().movedim(0, -1) if options.return_max_scores else lse.contiguous()
+
+
+def _run(positions: Tensor | None, slots: Tensor | None, *args: Any) -> Tensor:
+    t, options = CACHED.unflatten(args)
+    given = Selected(positions, slots)
+    selected.check_company(t, options, given)
+    return _contiguous(_attend(t, options, given), options)
+
+
+def _fake(positions: Tensor | None, slots: Tensor | None, *args: Any) -> Tensor:
+    t, options = CACHED.unflatten(args)
+    given = Selected(positions, slots)
+    selected.check_company(t, options, given)
+    t = selected.to_check(t, given)
+    selected.reach_of(t, options, problem_of(t, options), given)
+    selected.check_lists(t, given)
+    return CACHED.fake(*CACHED.flatten(t, options))[1]
+
+
+OPERATOR = CACHED.define(
+    "selected_attention_with_kvcache", _run, _fake, leading={"selected": "Tensor?", "selected_slots": "Tensor?"},
+    writes=("out",), results=("lse",), tags=(torch.Tag.needs_fixed_stride_order,),
+)  # fmt: skip
