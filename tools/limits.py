@@ -186,7 +186,7 @@ PUBLIC = (
 )
 # Path or path:function -> (lines, reason).
 RAISED: dict[str, tuple[int, str]] = {
-    "src/flashtile/api/cached.py:attention_with_kvcache": (158, "40 arguments, each with its line of documentation"),
+    "src/flashtile/api/cached.py:attention_with_kvcache": (172, "42 arguments, each with its line of documentation"),
     "src/flashtile/api/attention.py:attention": (110, "23 arguments, each with its line of documentation"),
     "src/flashtile/api/attention.py:attention_varlen": (82, "26 arguments, likewise"),
     "src/flashtile/distributed/cache.py:attention_with_sharded_kvcache": (105, "18 arguments, likewise"),

@@ -266,7 +266,7 @@ def attention_with_kvcache(
         problem: The call.
         tensors: Its tensors.
         dtype: As in ``attention``. New keys and rotated queries are rounded by rules 14 to 16 in every dtype.
-        given: The keys that each query sees; the problem is that of the call without.
+        given: The keys that each query sees; the problem is made as if there were none.
 
     Returns:
         out and lse as ``attention`` returns them.
@@ -315,7 +315,7 @@ _Part = tuple[slice, list[tuple[int, int]], Tensor | None]
 
 
 def _parts(t: CacheTensors, b: int, rows: slice, given: Selected | None) -> list[_Part]:
-    """Rows of a sequence, the places of the keys that they are over, and which pairs are kept, ``(1, 1, rows, keys)``."""
+    """Rows of a sequence, the places of their keys, and which pairs are kept, bool ``(1, 1, rows, keys)``."""
     first = 0 if t.cache_leftpad is None else int(t.cache_leftpad[b])
     length = int(t.cache_seqlens[b])
     if given is None:

@@ -26,6 +26,7 @@ LENGTHS, BOUNDS, PAGES = index(5, 9), index(0, 2, 5), index([0, 1], [2, -1])
 PAGED: dict[str, Any] = {"page_indptr": index(0, 1, 2), "page_indices": index(0, 1, 2)}
 COS = torch.ones(30, 4)
 SLOTS = torch.arange(6).view(2, 3)
+SELECTED = torch.arange(4, dtype=torch.int32).expand(2, 3, 4)
 TREE = torch.ones(2, 3, 3).tril() > 0
 BITS = CACHE.to(FLOAT8)
 # Pages of two rows.
@@ -265,6 +266,36 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "out strided": ("out", {"out": torch.empty(2, 3, 8, 4).mT}),
     "out expanded": ("out", {"out": torch.empty(1, 3, 4, 8).expand(2, 3, 4, 8)}),
     "out that requires grad": ("out", {"out": torch.empty(2, 3, 4, 8, requires_grad=True)}),
+    "selected a list": ("selected", {"selected": [1]}),
+    "selected int64": ("selected", {"selected": SELECTED.long()}),
+    "selected of other rows": ("selected", {"selected": SELECTED[:, :2]}),
+    "selected of rank 3 where packed": ("selected", packed(selected=SELECTED)),
+    "selected on another device": ("selected", {"selected": SELECTED.to("meta")}),
+    "selected of a key twice": ("selected", {"selected": SELECTED % 3}),
+    "selected with new keys": ("k", separate(selected=SELECTED)),
+    "selected with a tree": ("tree_mask", {"tree_mask": TREE, "selected": SELECTED}),
+    "selected with slopes": ("alibi_slopes", {"alibi_slopes": torch.ones(4), "selected": SELECTED}),
+    "selected with chunks": ("attention_chunk", {"attention_chunk": 4, "selected": SELECTED}),
+    "selected with a function": ("selected", {"mask_mod": lambda b, h, i, j: j > 1, "selected": SELECTED}),
+    "selected with intervals": ("block_mask", {"block_mask": masks.rows(0, index(1, 2, 3)), "selected": SELECTED}),
+    "selected with scales by page": (
+        "k_scale", paged(selected=SELECTED, k_scale=torch.ones(3, 2), k_cache=BITS, v_cache=BITS)
+    ),
+    "selected in pages at odd places": (
+        "k_cache", paged(selected=SELECTED, k_cache=torch.randn(3, 265)[:, :256].view(3, 16, 2, 8))
+    ),
+    "selected in pages at other places": (
+        "k_cache", paged(selected=SELECTED, k_cache=torch.randn(3, 2, 16, 2, 8)[:, 0])
+    ),
+    "selected_slots int64": ("selected_slots", {"selected_slots": SELECTED.long()}),
+    "selected_slots of rank 2": ("selected_slots", {"selected_slots": SELECTED[0]}),
+    "selected_slots with selected": ("selected_slots", {"selected_slots": SELECTED, "selected": SELECTED}),
+    "selected_slots of a slot twice": ("selected_slots", {"selected_slots": SELECTED % 3}),
+    "selected_slots with windows": ("window_size", {"selected_slots": SELECTED, "window_size": (3, 0)}),
+    "selected_slots with leftpad": ("cache_leftpad", {"selected_slots": SELECTED, "cache_leftpad": index(1, 1)}),
+    "selected_slots with entries": ("cache_batch_idx", {"selected_slots": SELECTED, "cache_batch_idx": index(1, 0)}),
+    "selected_slots with causal by sequence": ("causal", {"selected_slots": SELECTED, "causal": index(1, 0) > 0}),
+    "selected_slots with max_seqlen_k": ("max_seqlen_k", {"selected_slots": SELECTED, "max_seqlen_k": 9, **PAGED}),
     "backend unknown": ("backend", {"backend": "fast"}),
     "backend a list": ("backend", {"backend": ["cpu"]}),
 }  # fmt: skip

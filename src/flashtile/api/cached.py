@@ -195,7 +195,8 @@ def attention_with_kvcache(
         InvalidInputError: A ValueError that names the argument.
         UnsupportedError: No backend can run the call; lists the reasons of each.
 
-    Source: Dao et al. 2022, arXiv:2205.14135; Kwon et al. 2023, arXiv:2309.06180 (pages); DeepSeek-V3.2, 2025 (selected).
+    Source: Dao et al. 2022, arXiv:2205.14135; Kwon et al. 2023, arXiv:2309.06180 (pages); DeepSeek-V3.2,
+    2025 (selected).
     """
     if _more or _unknown:
         raise refused("attention_with_kvcache", _more, _unknown)

@@ -54,12 +54,20 @@ def explain(
         problem = cached_problem.problem_of(over, settings)
         if problem.device_type == "cpu":
             cached_problem.check_values(problem, over)
-        return _explained(backend, over.q.device, [(problem, over, None)])
+        return _explained(
+            backend, over.q.device, [(problem, over, None)],
+            ("rows of selected keys", lambda: _finding_builds(tensors, asked, cached, over.q.device)),
+        )  # fmt: skip
     if asked.precision is not None or isinstance(q, Quantized):
         refuse_functions(*asked.functions)
         calls = quantized_calls().calls(tensors, asked, None)
         place = q.q.device if isinstance(q, Quantized) else q.device
-        return _explained(backend, place, calls, lambda: quantized_calls().rounding_builds(tensors, asked, place))
+        return _explained(
+            backend,
+            place,
+            calls,
+            ("rounding to 8 bits", lambda: quantized_calls().rounding_builds(tensors, asked, place)),
+        )
     options = options_of(tensors, asked)
     given = autocast(tensors, q.device.type)
     problem = Problem.of(given, options)
@@ -72,9 +80,12 @@ def _explained(
     backend: str | None,
     device: torch.device,
     calls: Sequence[tuple[Problem, Any, Direction | None]],
-    rounding: Callable[[], list[Build]] = list,
+    before: tuple[str, Callable[[], list[Build]]] = ("", list),
 ) -> str:
-    """What is said of calls on a device, each with its tensors, of all its directions or of one, and what rounds."""
+    """What is said of calls on a device, each with its tensors, of all its directions or of one.
+
+    ``before`` is what kernels that run first are for, and makes their builds.
+    """
     if device.type == "meta":
         of_calls = (dispatch.describe_problem(problem) for problem, *_ in calls)
         return "\n".join(f"{said}\nno backend: a call makes results of the right shapes alone" for said in of_calls)
@@ -83,7 +94,7 @@ def _explained(
     from flashtile.backends.gpu.build import used  # what few programs need is not loaded by all
 
     with torch.cuda.device(device):
-        said = ["rounding to 8 bits:", *map(dispatch.line_of, made)] if (made := rounding()) else []
+        said = [f"{before[0]}:", *map(dispatch.line_of, made)] if (made := before[1]()) else []
         said += [
             dispatch.explain(problem, backend, only, _with_state(without_data(tensors), problem))
             for problem, tensors, only in calls
@@ -92,7 +103,23 @@ def _explained(
 
 
 def over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions]:
-    """The records of a call over a cache, from the arguments that all calls have and those that it alone has."""
+    """The records of a call over a cache, from the arguments that all calls have and those that it alone has.
+
+    With lists of keys the records of the call that remains once rows are known.
+    """
+    made, options, lists = _as_given(t, asked, cached)
+    return selected.described(made, options, lists) if lists.is_given else (latent.split(made), options)
+
+
+def _finding_builds(t: Tensors, asked: Asked, cached: dict[str, Any], device: torch.device) -> list[Build]:
+    """The kernel that finds the rows of lists of keys, where a call over a cache has them; none off GPUs."""
+    if device.type != "cuda" or (cached.get("selected") is None and cached.get("selected_slots") is None):
+        return []
+    return selected.builds(*_as_given(t, asked, cached))
+
+
+def _as_given(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions, Selected]:
+    """The records of a call over a cache, and its lists of keys."""
     plain, functions = asked.plain, asked.functions
     foreign = {
         "attn_mask": t.attn_mask, "attn_bias": t.attn_bias,
@@ -117,10 +144,7 @@ def over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheT
     made = CacheTensors(**given)
     if any(each is not None for each in functions):
         options = with_functions(made, *functions, plain.softcap).options(options, 0)
-    lists = Selected(cached.get("selected"), cached.get("selected_slots"))
-    if lists.is_given:
-        return selected.described(completed(made), options, lists)
-    return latent.split(completed(made)), options
+    return completed(made), options, Selected(cached.get("selected"), cached.get("selected_slots"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +239,8 @@ def _warm_up(given: _Given, device: torch.device | str, backward: bool, keywords
         if in_8_bits and not cached:
             rounding = quantized_calls().rounding_builds(tensors, asked, place)
             wanted += [("quantization", "quantize", build) for build in rounding]
+        if cached:
+            wanted += [("portable", "decode", build) for build in _finding_builds(tensors, asked, cached, place)]
         for problem, described, direction in calls:
             chosen = dispatch.select(problem, direction, keywords.get("backend"))
             builds = dispatch.builds(chosen, problem, direction, described)

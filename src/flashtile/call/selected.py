@@ -2,7 +2,8 @@
 
 Such a call becomes one over pages of one row: each query is a sequence of its own, its keys are the rows named in its
 list, and the list is its row of ``page_table``. Lists name positions of the query's sequence, or slots of the cache.
-Rows are numbered through the whole cache, so a page or an entry has to begin a whole number of rows after the one before.
+Rows are numbered through the whole cache, so a page or an entry has to begin a whole number of rows after the one
+before.
 
 Source: DeepSeek-V3.2, 2025, "DeepSeek Sparse Attention"; slots are FlashMLA's ``indices``.
 """
@@ -64,7 +65,7 @@ class Selected(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Which of the positions named in its list a query sees, besides lengths.
+    """Which positions named in its list a query sees, besides lengths.
 
     Attributes:
         left: Keys before the query's own position, None for all.
@@ -81,8 +82,8 @@ class Reach(NamedTuple):
     step: int
 
 
-# Makes of a call's lists the rows ``(queries, most)`` int32, those kept to the front and 0 behind them, and their counts
-# ``(queries,)`` int32.
+# Makes of a call's lists the rows ``(queries, most)`` int32, those kept to the front and 0 behind them, and how many
+# are kept, ``(queries,)`` int32.
 Compact = Callable[[CacheTensors, Selected, Reach], tuple[Tensor, Tensor]]
 
 
@@ -139,7 +140,7 @@ def to_check(t: CacheTensors, given: Selected) -> CacheTensors:
     """The call that says of all arguments but the lists whether they are right: without positions, one without keys."""
     if given.slots is None or t.cache_seqlens.dim() != 1:
         return t
-    # Whether the cache is entries or pages, and of which sequence, makes no difference to slots.
+    # Slots are the same whether the cache is entries or pages, and whichever sequence a row belongs to.
     nothing = t.cache_seqlens.new_empty((t.cache_seqlens.shape[0], 0), dtype=torch.int32)
     return dataclasses.replace(t, page_table=nothing, page_indptr=None, page_indices=None)
 
@@ -168,10 +169,14 @@ def _step(t: CacheTensors, name: str) -> int:
         return page_size
     if min(steps) < 1 or min(steps) < max(steps):
         strides = f"{t.k_cache.stride()}, and v_cache {t.v_cache.stride()}"
-        must = f"with {name} a page, or an entry, must begin a whole number of rows after the one before, as many in both"
+        must = (
+            f"with {name} a page, or an entry, must begin a whole number of rows after the one before, as many in both"
+        )
         raise InvalidInputError("k_cache", f"has strides {strides}: {must}")
     if holds((pages - 1) * steps[0] + page_size >= _MOST_ROWS):
-        raise InvalidInputError("k_cache", f"has {pages} pages {steps[0]} rows apart, at most 2**31 - 1 rows go with {name}")
+        raise InvalidInputError(
+            "k_cache", f"has {pages} pages {steps[0]} rows apart, at most 2**31 - 1 rows go with {name}"
+        )
     return steps[0]
 
 
@@ -216,7 +221,7 @@ def reduced(
 
 
 def lse_of(t: CacheTensors, found: Tensor) -> Tensor:
-    """The lse of a call, of that of its ``reduced`` one: a view, in which rows of no sequence have -inf.
+    """The lse of a call, made from its ``reduced`` call's: a view, in which rows of no sequence have -inf.
 
     Args:
         t: The call.
@@ -306,4 +311,6 @@ def check_values(t: CacheTensors, given: Selected, reach: Reach) -> None:
     if twice.any():
         n, place = twice.nonzero()[0].tolist()
         query = n if t.q.dim() == 3 else divmod(n, t.q.shape[1])
-        raise InvalidInputError(given.name, f"has {int(ordered[n, place])} twice for query {query}: it must name a key once")
+        raise InvalidInputError(
+            given.name, f"has {int(ordered[n, place])} twice for query {query}: it must name a key once"
+        )

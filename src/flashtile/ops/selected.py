@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flashtile.call import selected
+from flashtile.call.backend import Build
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
 from flashtile.call.cached_problem import check_values, problem_of
-from flashtile.call.problem import Problem
 from flashtile.call.selected import Compact, Reach, Selected
 from flashtile.core import settings
 from flashtile.ops.cached import CACHED, split
@@ -39,7 +39,7 @@ def attend(t: CacheTensors, options: CacheOptions, given: Selected, with_lse: bo
 
 
 def _attend(t: CacheTensors, options: CacheOptions, given: Selected) -> Tensor:
-    t, reach, problem = checked(t, options, given)
+    t, reach = checked(t, options, given)
     made, settled = selected.reduced(t, options, reach, *_compact(t)(t, given, reach))
     made, call = CACHED.planned(made, settled)
     found: Tensor = call.run(made)
@@ -48,7 +48,7 @@ def _attend(t: CacheTensors, options: CacheOptions, given: Selected) -> Tensor:
     return selected.lse_of(t, found)
 
 
-def checked(t: CacheTensors, options: CacheOptions, given: Selected) -> tuple[CacheTensors, Reach, Problem]:
+def checked(t: CacheTensors, options: CacheOptions, given: Selected) -> tuple[CacheTensors, Reach]:
     """The call with values apart where they are columns of keys, and what its queries may reach; all is checked.
 
     Raises:
@@ -61,17 +61,36 @@ def checked(t: CacheTensors, options: CacheOptions, given: Selected) -> tuple[Ca
         nothing = given.slots is not None  # lengths do not apply
         check_values(call.problem, dataclasses.replace(t, cache_seqlens=t.cache_seqlens * 0) if nothing else t)
         selected.check_values(t, given, reach)
-    return t, reach, call.problem
+    return t, reach
 
 
 def described(t: CacheTensors, options: CacheOptions, given: Selected) -> tuple[CacheTensors, CacheOptions]:
     """The call that remains once rows are known, with lists of none in their place: what ``explain`` tells about."""
-    selected.check_company(t, options, given)
-    t = selected.to_check(split(t), given)
-    reach = selected.reach_of(t, options, problem_of(t, options), given)
-    selected.check_lists(t, given)
+    t, reach = _shapes_checked(split(t), options, given)
     rows = torch.zeros_like(given.lists).flatten(0, -2)
     return selected.reduced(t, options, reach, rows, rows.new_zeros(rows.shape[:1]))
+
+
+def builds(t: CacheTensors, options: CacheOptions, given: Selected) -> list[Build]:
+    """The kernel that finds the rows of a call on the current GPU; none without Triton."""
+    from flashtile.ops.lists import has_triton  # what few programs need is not loaded by all
+
+    t, reach = _shapes_checked(split(t), options, given)
+    if not has_triton():
+        return []
+    from flashtile.backends.gpu import build
+    from flashtile.backends.portable.selected import launches
+
+    return build.builds(launches(t, given, reach))
+
+
+def _shapes_checked(t: CacheTensors, options: CacheOptions, given: Selected) -> tuple[CacheTensors, Reach]:
+    """As ``checked``, for tensors that may have no data, and without a plan."""
+    selected.check_company(t, options, given)
+    t = selected.to_check(t, given)
+    reach = selected.reach_of(t, options, problem_of(t, options), given)
+    selected.check_lists(t, given)
+    return t, reach
 
 
 def _compact(t: CacheTensors) -> Compact:
@@ -99,11 +118,7 @@ def _run(positions: Tensor | None, slots: Tensor | None, *args: Any) -> Tensor:
 
 def _fake(positions: Tensor | None, slots: Tensor | None, *args: Any) -> Tensor:
     t, options = CACHED.unflatten(args)
-    given = Selected(positions, slots)
-    selected.check_company(t, options, given)
-    t = selected.to_check(t, given)
-    selected.reach_of(t, options, problem_of(t, options), given)
-    selected.check_lists(t, given)
+    t, _ = _shapes_checked(t, options, Selected(positions, slots))
     return CACHED.fake(*CACHED.flatten(t, options))[1]
 
 

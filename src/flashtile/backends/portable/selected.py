@@ -19,7 +19,7 @@ _kernels = device_code("flashtile.backends.portable.selected_kernel")
 _BLOCK, _SEARCH = 1024, 1024
 
 
-class Lists(NamedTuple):
+class KeyLists(NamedTuple):
     """The lists of a launch.
 
     Attributes:
@@ -37,13 +37,14 @@ class Lists(NamedTuple):
     BLOCK: Any
 
 
-class Places(NamedTuple):
+class KeyPlaces(NamedTuple):
     """Where the keys of sequences are, and which of them queries may see.
 
     Attributes:
         lengths: int32 (batch,).
         cu_seqlens: int32 (batch + 1,), None for ``seqlen_q`` queries of each sequence.
-        table: int32, pages (batch, pages of a sequence), or those of all sequences with ``indptr``; None for entries.
+        table: int32, pages (batch, pages of a sequence), or with ``indptr`` all sequences' one after another; None for
+            entries.
         indptr: int32 (batch + 1,) or None.
         entries: int32 (batch,), None where sequence b has entry b.
         leftpad: int32 (batch,) or None.
@@ -55,7 +56,7 @@ class Places(NamedTuple):
         step: See there.
         batch: Sequences.
         seqlen_q: Queries of each, unless packed.
-        stride_table: Of a sequence in the table, 0 without it.
+        stride_table: Elements from a sequence to the next in the table, 0 without it.
         SEARCH: Bounds that are looked at at once.
     """
 
@@ -102,7 +103,7 @@ class Sizes(NamedTuple):
         slots: Rows of the cache.
         batch: Sequences.
         seqlen_q: Queries of each, unless packed.
-        stride_table: Of a sequence in a page table, 0 without one.
+        stride_table: Elements from a sequence to the next in a page table, 0 without one.
     """
 
     slots: int
@@ -114,64 +115,72 @@ class Sizes(NamedTuple):
 def compacted(t: CacheTensors, given: Selected, reach: Reach) -> tuple[Tensor, Tensor]:
     """As ``call.selected.compacted``."""
     lists = given.lists.contiguous()
-    made: dict[str, Any] = {"lists": lists}
-    shape, aligned = (t.q.shape[:-2].numel(), lists.shape[-1]), lists.data_ptr() % 16 == 0
+    named = _tensors(t, given)
+    found = _plan(lists.device, *_layout(t, lists, named), reach).run(None, {"lists": lists, **named})
+    return found["rows"], found["counts"]
+
+
+def launches(t: CacheTensors, given: Selected, reach: Reach) -> dict[str, Launch]:
+    """The launch of a call by its kernel's name, whatever device the tensors are on."""
+    launch = launch_of(*_layout(t, given.lists, _tensors(t, given)), reach)
+    return {launch.kernel.__name__: launch}
+
+
+def _tensors(t: CacheTensors, given: Selected) -> dict[str, Tensor | None]:
+    """What a launch reads besides lists, by name."""
     named = {"cu_seqlens": t.cu_seqlens_q}
-    slots, batch = t.k_cache.shape[0] * t.k_cache.shape[1], t.cache_seqlens.shape[0]
     if given.slots is None:
         named |= {
             "lengths": t.cache_seqlens, "table": t.page_table if t.page_indices is None else t.page_indices,
             "indptr": t.page_indptr, "entries": t.cache_batch_idx, "leftpad": t.cache_leftpad,
             "causal": None if t.causal is None else t.causal.view(torch.int8),
         }  # fmt: skip
-    layouts = tuple((name, pointer(x, name)) for name, x in named.items())
+    return named
+
+
+def _layout(
+    t: CacheTensors, lists: Tensor, named: dict[str, Tensor | None]
+) -> tuple[tuple[int, int], bool, tuple[tuple[str, Pointer | None], ...], Sizes]:
+    """The first arguments of ``launch_of``."""
     stride = 0 if t.page_table is None else t.page_table.stride(0)
-    sizes = Sizes(slots, batch, 1 if t.cu_seqlens_q is not None else t.q.shape[1], stride)
-    plan = _plan(shape, lists.device, aligned, reach, layouts, sizes)
-    made |= named
-    found = plan.run(None, made)
-    return found["rows"], found["counts"]
+    seqlen_q = 1 if t.cu_seqlens_q is not None else t.q.shape[1]
+    sizes = Sizes(t.k_cache.shape[0] * t.k_cache.shape[1], t.cache_seqlens.shape[0], seqlen_q, stride)
+    layouts = tuple((name, pointer(x, name)) for name, x in named.items())
+    return (t.q.shape[:-2].numel(), lists.shape[-1]), lists.data_ptr() % 16 == 0, layouts, sizes
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
-    shape: tuple[int, int],
-    device: torch.device,
-    aligned: bool,
-    reach: Reach,
-    layouts: tuple[tuple[str, Pointer | None], ...],
-    sizes: Sizes,
-) -> Plan:
+def _plan(device: torch.device, shape: tuple[int, int], *others: Any) -> Plan:
     memory = {"rows": empty(device, shape, torch.int32), "counts": empty(device, shape[:1], torch.int32)}
-    launch = launch_of(shape, aligned, reach, layouts, sizes)
+    launch = launch_of(shape, *others)
     return Plan(device, lambda *_: (memory, {launch.kernel.__name__: launch}))
 
 
 def launch_of(
     shape: tuple[int, int],
     aligned: bool,
-    reach: Reach,
     layouts: tuple[tuple[str, Pointer | None], ...],
     sizes: Sizes,
+    reach: Reach,
 ) -> Launch:
     """The launch over queries.
 
     Args:
         shape: Queries, and elements of a list.
         aligned: Whether the lists are on 16 bytes.
-        reach: See there.
-        layouts: The tensors among the fields of ``Places``, by name; of ``Slots``, for lists of these.
+        layouts: The tensors among the fields of ``KeyPlaces``, by name; of ``Slots``, for lists of these.
         sizes: See there.
+        reach: See there.
     """
     queries, most = shape
     block = min(_BLOCK, max(16, 1 << max(most - 1, 0).bit_length()))
     operands = Pointer(torch.int32, "lists", 0, aligned), Pointer(torch.int32, "rows"), Pointer(torch.int32, "counts")
-    arguments: dict[str, Any] = {"lists": Lists(*operands, most, block)}
+    arguments: dict[str, Any] = {"lists": KeyLists(*operands, most, block)}
     tensors = dict(layouts)
     if "lengths" in tensors:
         search = min(_SEARCH, max(16, 1 << max(sizes.batch - 1, 0).bit_length()))
         own = {"batch": sizes.batch, "seqlen_q": sizes.seqlen_q, "stride_table": sizes.stride_table, "SEARCH": search}
-        arguments["places"] = Places(**tensors, **reach._asdict(), **own)
+        arguments["places"] = KeyPlaces(**tensors, **reach._asdict(), **own)
         kernel = _kernels.of_positions
     else:
         arguments["places"] = Slots(sizes.slots, max(reach.page_size, 1), reach.step, **tensors, batch=sizes.batch)

@@ -80,6 +80,8 @@ def _stored(lists, n, at, keep, row, found):
     before = found + tl.cumsum(kept, 0) - kept
     place = tl.where(keep, before, lists.most - 1 - (at - before))
     tl.store(
-        lists.rows + tl.cast(n, tl.int64) * lists.most + place, tl.where(keep, row, 0).to(tl.int32), mask=at < lists.most
+        lists.rows + tl.cast(n, tl.int64) * lists.most + place,
+        tl.where(keep, row, 0).to(tl.int32),
+        mask=at < lists.most,
     )
     return found + tl.sum(kept, 0)
