@@ -17,7 +17,7 @@ import torch
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError, masks
-from flashtile.api.keywords import CacheKeywords, Keywords
+from flashtile.api.keywords import CacheKeywords, DenseKeywords, Keywords
 from flashtile.call import problem
 from flashtile.call.problem import Tensors
 from flashtile.core import settings
@@ -340,10 +340,12 @@ def test_heads_before_rows_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -
 def test_overloads_have_the_keywords_of_the_functions() -> None:
     results = {"return_lse", "return_max_scores"}
     shared = {"q", "k", "v", *results, *Keywords.__annotations__}
+    assert {*DenseKeywords.__annotations__} == {*Keywords.__annotations__, "selected"}
     bounds = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
     cached = {"q", "k_cache", "v_cache", "cache_seqlens", *results, *CacheKeywords.__annotations__}
     for function, names in (
-        (flashtile.attention, shared), (flashtile.attention_varlen, shared | bounds | {"batch_invariant", "out"}),
+        (flashtile.attention, shared | {"selected"}),
+        (flashtile.attention_varlen, shared | bounds | {"batch_invariant", "out"}),
         (flashtile.attention_with_kvcache, cached),
     ):  # fmt: skip
         assert names == set(inspect.signature(function).parameters) - {"_more", "_unknown"}

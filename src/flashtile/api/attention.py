@@ -16,7 +16,7 @@ from flashtile.api import lists_of_rows
 from flashtile.api.cached import attention_with_kvcache as attention_with_kvcache
 from flashtile.api.keywords import (
     Asked,
-    Keywords,
+    DenseKeywords,
     PackedKeywords,
     masked_by,
     options_of,
@@ -31,7 +31,7 @@ from flashtile.core.errors import InvalidInputError
 from flashtile.core.sizes import differ
 from flashtile.masks import Intervals
 from flashtile.mods.block_mask import BlockMask
-from flashtile.ops import dispatch, dropout, flops, operation, plans, sharding, transforms
+from flashtile.ops import dispatch, dropout, flops, operation, plans, selected_dense, sharding, transforms
 from flashtile.ops import into as ops_into
 from flashtile.ops import operators as ops
 
@@ -42,32 +42,32 @@ operation.REGISTERS += [flops.register, sharding.register, plans.hide_backends]
 @overload
 def attention(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
-    *, return_lse: Literal[False] = False, return_max_scores: Literal[False] = False, **others: Unpack[Keywords],
+    *, return_lse: Literal[False] = False, return_max_scores: Literal[False] = False, **others: Unpack[DenseKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
-    *, return_lse: Literal[True], return_max_scores: Literal[False] = False, **others: Unpack[Keywords],
+    *, return_lse: Literal[True], return_max_scores: Literal[False] = False, **others: Unpack[DenseKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
-    *, return_lse: bool, return_max_scores: Literal[False] = False, **others: Unpack[Keywords],
+    *, return_lse: bool, return_max_scores: Literal[False] = False, **others: Unpack[DenseKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
-    *, return_lse: Literal[False] = False, return_max_scores: Literal[True], **others: Unpack[Keywords],
+    *, return_lse: Literal[False] = False, return_max_scores: Literal[True], **others: Unpack[DenseKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
-    *, return_lse: Literal[True], return_max_scores: Literal[True], **others: Unpack[Keywords],
+    *, return_lse: Literal[True], return_max_scores: Literal[True], **others: Unpack[DenseKeywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor | Quantized, k: Tensor | None = None, v: Tensor | None = None,
-    *, return_lse: bool, return_max_scores: bool, **others: Unpack[Keywords],
+    *, return_lse: bool, return_max_scores: bool, **others: Unpack[DenseKeywords],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def attention(
     q: Tensor | Quantized,
@@ -92,6 +92,7 @@ def attention(
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     return_max_scores: bool = False,
+    selected: Tensor | None = None,
     **_unknown: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, ``softmax(softmax_scale * q @ k^T) @ v``, in memory linear in the sequence lengths.
@@ -129,6 +130,9 @@ def attention(
         mask_mod: ``f(b, h, q_idx, kv_idx)``: keeps a pair where it returns True, besides all other masks.
         return_max_scores: Also return the largest score that each row keeps, after everything that changes scores;
             sinks do not count. Has no gradient. For QK-clip: docs/training.md.
+        selected: ``(batch, seqlen_q, most)`` int32: the keys that each query sees, as of ``attention_with_kvcache``;
+            causal and window_size cut further. A list must name no key twice. Goes with sinks, softcap and
+            deterministic; has a first derivative alone.
 
     Returns:
         out ``(batch, seqlen_q, num_heads_q, head_dim_v)`` in q's dtype, or ``(out, lse)`` with lse
@@ -146,6 +150,14 @@ def attention(
     global _last
     if _more or _unknown:
         raise refused("attention", _more, _unknown)
+    if selected is not None:
+        plain = Plain(
+            softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, False, (), return_max_scores
+        )
+        masked = _NOT_MASKED[0] if block_mask is None else masked_by(block_mask, mask_mod, q, k).tensors
+        tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, **masked)  # type: ignore[arg-type]
+        asked = Asked(precision, causal, window_size, return_lse, plain, functions=(score_mod, mask_mod))
+        return _over_selected(tensors, asked, selected)
     alone = Tensors(q, k, v)  # type: ignore[arg-type]
     if not operation.is_watched(alone.q, alone.k, alone.v) and not autocast_is_on():
         # Most calls have the keywords of the one before. Compared by identity, since True == 1, but for the scale: each
@@ -323,6 +335,17 @@ def _less_common(tensors: Tensors, asked: Asked, out: Tensor | None = None) -> T
         found: Tensor | tuple[Tensor, Tensor] = quantized_calls().attend(tensors, asked)
         return found
     return _run(tensors, options_of(tensors, asked), asked.return_lse, out)
+
+
+def _over_selected(t: Tensors, asked: Asked, selected: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """A call where each query names the keys that it sees."""
+    if asked.precision is not None or isinstance(t.q, Quantized):
+        raise InvalidInputError("selected", "is given, but calls in 8 bits see all keys")
+    options = options_of(t, asked)
+    t = autocast(t, t.q.device.type) if autocast_is_on() else t
+    out, lse = selected_dense.attend(t, options, selected)
+    with_maxima = options.return_max_scores
+    return states.asked_for(out, lse, asked.return_lse, with_maxima) if asked.return_lse or with_maxima else out
 
 
 def quantized_calls() -> Any:

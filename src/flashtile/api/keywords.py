@@ -43,7 +43,7 @@ class Common(TypedDict, total=False):
 
 
 class Keywords(Common, total=False):
-    """Keywords of ``attention``."""
+    """Keywords of ``attention`` and ``attention_varlen``."""
 
     causal: bool
     attn_mask: Tensor | None
@@ -55,6 +55,12 @@ class Keywords(Common, total=False):
     precision: str | None
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
+
+
+class DenseKeywords(Keywords, total=False):
+    """Keywords of ``attention`` and of no packed call."""
+
+    selected: Tensor | None
 
 
 class PackedKeywords(Keywords, total=False):

@@ -96,6 +96,7 @@ def check_company(t: CacheTensors, o: CacheOptions, given: Selected) -> None:
     name = given.name
     if given.positions is not None and given.slots is not None:
         raise InvalidInputError("selected_slots", "is given with selected, which names the same keys by position")
+    check_tensor(name, given.lists)
     for each, hint in _APART.items():
         if getattr(t, each) is not None:
             raise InvalidInputError(_NAMES.get(each, each), f"is given, but does not go with {name}{hint}")
@@ -125,7 +126,6 @@ def check_lists(t: CacheTensors, given: Selected) -> None:
         InvalidInputError: Naming the argument.
     """
     name, lists = given.name, given.lists
-    check_tensor(name, lists)
     if lists.dtype != torch.int32:
         raise InvalidInputError(name, f"dtype is {lists.dtype}, must be torch.int32")
     if lists.device != t.q.device:

@@ -38,6 +38,17 @@ def attend(t: CacheTensors, options: CacheOptions, given: Selected, with_lse: bo
     return _contiguous(lse, options) if with_lse else lse
 
 
+def attend_apart(t: CacheTensors, options: CacheOptions, given: Selected) -> Tensor:
+    """As ``attend``, by whoever has checked what goes with lists, below the dispatcher."""
+    return _contiguous(_attend(t, options, given), options)
+
+
+def rows_of(t: CacheTensors, options: CacheOptions, given: Selected) -> tuple[Tensor, Tensor]:
+    """The rows of the cache that each query sees, and how many: as of ``call.selected.Compact``."""
+    t, reach = checked(t, options, given)
+    return _compact(t)(t, given, reach)
+
+
 def _attend(t: CacheTensors, options: CacheOptions, given: Selected) -> Tensor:
     t, reach = checked(t, options, given)
     made, settled = selected.reduced(t, options, reach, *_compact(t)(t, given, reach))
@@ -113,7 +124,7 @@ def _run(positions: Tensor | None, slots: Tensor | None, *args: Any) -> Tensor:
     t, options = CACHED.unflatten(args)
     given = Selected(positions, slots)
     selected.check_company(t, options, given)
-    return _contiguous(_attend(t, options, given), options)
+    return attend_apart(t, options, given)
 
 
 def _fake(positions: Tensor | None, slots: Tensor | None, *args: Any) -> Tensor:

@@ -35,7 +35,7 @@ _THIRD = "third derivative: its second derivative"
 _OF_CAPTURED = "second derivative of captured tensors (detach those that score_mod reads)"
 
 
-class _Below:
+class Below:
     """Calls an operator at the keys below autograd.
 
     There the other transforms see it, for which gradients must be enabled, as they are outside an autograd function.
@@ -46,6 +46,7 @@ class _Below:
         self.operator, self.keyset = operator.overload, keyset & torch._C._after_autograd_keyset
 
     def __call__(self, *args: Any) -> Any:
+        """The operator's results."""
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return self.operator.redispatch(self.keyset, *args)
 
@@ -54,7 +55,7 @@ class _Reverse(torch.autograd.Function):
     """The forward operator with its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, below: _Below, options: Options, t: Tensors, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, below: Below, options: Options, t: Tensors, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = below(*ops.REGULAR.flatten(t, options))
         saved = without_max_scores(lse) if options.return_max_scores else lse
         ctx.save_for_backward(*ops.flat_tensors(t), out, saved)
@@ -100,7 +101,7 @@ class _Twice(torch.autograd.Function):
     """An operator that computes a derivative, and ``gradients``, which computes the gradients of its results."""
 
     @staticmethod
-    def forward(ctx: Any, below: _Below, gradients: Any, *args: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, below: Below, gradients: Any, *args: Any) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in args))
         ctx.gradients, ctx.others = gradients, [None if isinstance(x, Tensor) else x for x in args]
         ctx.set_materialize_grads(False)
@@ -166,7 +167,7 @@ def once(run: Callable[..., Any], what: str, *inputs: Tensor | None) -> Any:
 
 def _forward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     """The forward operator under autograd: dual tensors get their tangents, others a node in the graph."""
-    below = _Below(ops.FORWARD, keyset)
+    below = Below(ops.FORWARD, keyset)
     primals, tangents = _unpacked(args)
     t, options = ops.REGULAR.unflatten(primals)
     inputs = ops.leaves_of(t)
@@ -214,11 +215,11 @@ def _tangent(x: Any) -> Tensor | None:
 
 def _backward(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     """The backward operator under autograd. It is a gradient: forward mode and reverse mode of it are one operator."""
-    below, (primals, tangents) = _Below(ops.BACKWARD, keyset), _unpacked(args)
+    below, (primals, tangents) = Below(ops.BACKWARD, keyset), _unpacked(args)
     needs_graph, is_dual = _needs_graph(primals), any(x is not None for x in tangents)
     results: tuple[Tensor, ...]
     if (needs_graph or is_dual) and (missing := _missing_for_functions(primals[4:])):
-        results = _derivative(ops.BACKWARD, f"{missing}: its backward")(keyset, *args)
+        results = underivable(ops.BACKWARD, f"{missing}: its backward")(keyset, *args)
         return results
     if needs_graph:
         with enable_single_level_autograd_function():
@@ -257,12 +258,12 @@ def _second(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     results: tuple[Tensor, ...]
     count = len(GRADIENTS)
     if _is_traced() or not _needs_graph(args[:count]) or any(x is not None for x in _unpacked(args)[1]):
-        results = _derivative(ops.SECOND, _THIRD)(keyset, *args)
+        results = underivable(ops.SECOND, _THIRD)(keyset, *args)
     else:
         # PyTorch runs these nodes only for who asks for gradients past them, and then they raise.
         given = [once(_same, _THIRD, x) if isinstance(x, Tensor) and x.requires_grad else x for x in args[count:]]
         with enable_single_level_autograd_function():
-            results = _apply_twice(_Below(ops.SECOND, keyset), _of_second, *args[:count], *given)
+            results = _apply_twice(Below(ops.SECOND, keyset), _of_second, *args[:count], *given)
     return results
 
 
@@ -281,10 +282,10 @@ def _forward_mode(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     is_dual = any(x is not None for x in tangents)
     missing = "second derivative" if is_dual else _needs_graph(primals) and _missing_for_functions(primals[7:])
     if missing or not _needs_graph(primals):
-        results = _derivative(ops.JVP, f"{missing}: its forward-mode derivative")(keyset, *args)
+        results = underivable(ops.JVP, f"{missing}: its forward-mode derivative")(keyset, *args)
         return results
     with enable_single_level_autograd_function():
-        results = _apply_twice(_Below(ops.JVP, keyset), _of_jvp, *args)
+        results = _apply_twice(Below(ops.JVP, keyset), _of_jvp, *args)
     return results
 
 
@@ -309,9 +310,11 @@ def _missing_for_functions(args: Sequence[Any]) -> str | None:
     return why and f"second derivative of this score_mod ({why})"
 
 
-def _derivative(operator: Operator, what: str) -> Any:
+def underivable(operator: Operator, what: str) -> Any:
+    """A kernel for the autograd keys of an operator that is a derivative itself: it says ``what`` there is not."""
+
     def under_autograd(keyset: Any, *args: Any) -> Any:
-        below = _Below(operator, keyset)
+        below = Below(operator, keyset)
         if any(tangent is not None for tangent in _unpacked(args)[1]):
             raise UnsupportedError(_MISSING.format(what))
         if not _needs_graph(args):

@@ -1,0 +1,75 @@
+"""The gradients of attention over selected keys by PyTorch: gathered rows, some queries at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.core.states import sinks_gradient
+
+# Numbers of gathered keys and values that are held at once.
+_MOST_NUMBERS = 2**24
+
+
+@torch.no_grad()
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    slots: Tensor,
+    counts: Tensor,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and the sinks; the same bits in each run.
+
+    Args:
+        q: ``(queries, num_heads_q, head_dim)``, any float dtype.
+        k: ``(rows, num_heads_kv, head_dim)``.
+        v: ``(rows, num_heads_kv, head_dim_v)``.
+        out: ``(queries, num_heads_q, head_dim_v)``, the forward's output.
+        lse: ``(queries, num_heads_q)`` float32, float64 for float64 inputs; natural log, sinks included.
+        dout: The gradient of out.
+        dlse: The gradient of lse, or None.
+        slots: ``(queries, most)`` int32, the rows that each query sees, from the front; the rest is not used.
+        counts: ``(queries,)`` int32, how many these are.
+        softmax_scale: Factor of the scores.
+        softcap: As of ``flashtile.attention``.
+        sinks: ``(num_heads_q,)``, or None.
+
+    Returns:
+        dq, dk, dv and dsinks, or None without sinks; each in the dtype and shape of its tensor.
+    """
+    wide, (queries, heads, dim) = torch.promote_types(q.dtype, torch.float32), q.shape
+    kv_heads, dim_v, most = k.shape[1], v.shape[-1], slots.shape[1]
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    delta = (out.to(wide) * dout.to(wide)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    step = max(1, _MOST_NUMBERS // max(1, most * kv_heads * (dim + dim_v)))
+    for first in range(0, queries if most and k.numel() else 0, step):
+        some = slice(first, first + step)
+        keep = torch.arange(most, device=q.device) < counts[some, None]
+        rows = torch.where(keep, slots[some], 0).long()
+        # Rows that no list names may hold anything.
+        keys, values = (torch.where(keep[..., None, None], x[rows].to(wide), 0) for x in (k, v))
+        own, dprobs_of = (x[some].to(wide).unflatten(1, (kv_heads, heads // kv_heads)) for x in (q, dout))
+        of_row, change = (x[some].unflatten(1, (kv_heads, heads // kv_heads))[..., None] for x in (lse, delta))
+        scores = torch.einsum("nhgd,nmhd->nhgm", own, keys) * softmax_scale
+        slope: Tensor | float = 1.0
+        if softcap > 0:
+            capped = torch.tanh(scores / softcap)
+            scores, slope = softcap * capped, 1 - capped.square()
+        seen = keep[:, None, None, :] & (of_row != -torch.inf)
+        probs = torch.where(seen, torch.exp(scores - of_row), 0)
+        dscores = probs * (torch.einsum("nhge,nmhe->nhgm", dprobs_of, values) - change) * slope
+        dscores = torch.where(seen, dscores, 0) * softmax_scale
+        dq[some] = torch.einsum("nhgm,nmhd->nhgd", dscores, keys).flatten(1, 2).to(q.dtype)
+        dk.index_add_(0, rows[keep], torch.einsum("nhgm,nhgd->nmhd", dscores, own)[keep])
+        dv.index_add_(0, rows[keep], torch.einsum("nhgm,nhge->nmhe", probs, dprobs_of)[keep])
+    dsinks = None if sinks is None else sinks_gradient(sinks, lse.T, delta.T.to(lse.dtype)).to(sinks.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
