@@ -52,7 +52,14 @@ def lists_for(call: CacheCall, most: int, seed: int = 1, slots: bool = False) ->
     lists = torch.where(none < 0.1, -1, torch.where(none < 0.15, -(2**31), lists))
     if lists.shape[0]:
         lists[0] = torch.where(torch.arange(most) % 2 == 0, -3, 2**31 - 1)  # a list of nothing
-    return lists.int().view(*lead, most)
+    return lists.int().view(*lead, most).to(t.q.device)
+
+
+def finite_caches(call: CacheCall) -> None:
+    """Fills what no sequence has, which is NaN in a case's caches: slots name all rows."""
+    for x in (call.tensors.k_cache, call.tensors.v_cache, call.tensors.row_scale):
+        if x is not None:
+            x.copy_(x.float().nan_to_num(0.5, 0.5, 0.5).to(x.dtype))
 
 
 def judge_selected(call: CacheCall, lists: Tensor, slots: bool = False, **changes: Any) -> None:
@@ -62,9 +69,9 @@ def judge_selected(call: CacheCall, lists: Tensor, slots: bool = False, **change
         keywords |= dict.fromkeys(("cache_leftpad", "cache_batch_idx", "window_size", "max_seqlen_k"))
         if isinstance(call.keywords.get("causal"), Tensor):
             keywords["causal"] = True
-    out, lse, top = call.run(None, **keywords)
-    given = Selected(None, lists) if slots else Selected(lists, None)
-    case, t = call.case, call.tensors
+    out, lse, top = call.run(keywords.pop("backend", None), **keywords)
+    given = Selected(None, lists.cpu()) if slots else Selected(lists.cpu(), None)
+    case, t = call.case, call.copies()
     window = None if slots else case.window
     plain = (
         call.keywords.get("max_seqlen_q"), None if slots else call.keywords.get("max_seqlen_k"), case.scale,
@@ -80,6 +87,6 @@ def judge_selected(call: CacheCall, lists: Tensor, slots: bool = False, **change
         found = reference.cached_with_max_scores(problem, t, dtype, given)
         return dict(zip(("out", "lse", "top"), found, strict=True))
 
-    results = {"out": out, "lse": lse, "top": top}
+    results = {"out": out.cpu(), "lse": lse.cpu(), "top": top.cpu()}
     assert lse.is_contiguous() and top.is_contiguous() and out.dtype == problem.dtype
     assert_close(results, lambda: by_definition(torch.float64), by_definition(problem.dtype), problem.dtype)

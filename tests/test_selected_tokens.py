@@ -17,7 +17,7 @@ from flashtile.ops import selected as ops
 from flashtile.ops.cached import CACHED
 from tests.kvcache.cases import build
 from tests.poison import poisoned_memory
-from tests.selections import SELECTED, judge_selected, lists_for
+from tests.selections import SELECTED, finite_caches, judge_selected, lists_for
 
 Q, PAGES = torch.randn(2, 3, 4, 8), torch.randn(6, 4, 2, 8)
 TABLE, LENGTHS = torch.tensor([[4, 0, 2], [1, 5, 3]], dtype=torch.int32), torch.tensor([9, 11], dtype=torch.int32)
@@ -52,10 +52,7 @@ def test_lists_of_one_and_of_none(name: str) -> None:
 @pytest.mark.parametrize("name", SELECTED)
 def test_slots_are_those_of_the_definition(name: str) -> None:
     call = build(SELECTED[name], _dtype(name))
-    # What no sequence has is NaN in a case's caches, and slots name all rows.
-    for x in (call.tensors.k_cache, call.tensors.v_cache, call.tensors.row_scale):
-        if x is not None:
-            x.copy_(x.float().nan_to_num(0.5, 0.5, 0.5).to(x.dtype))
+    finite_caches(call)
     judge_selected(call, lists_for(call, 13, slots=True), slots=True)
 
 

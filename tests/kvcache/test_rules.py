@@ -111,6 +111,8 @@ def test_backends_of_a_gpu() -> None:
     by_sequence = flashtile.supports(64, page_size=1, besides=["causal", "slot_mapping"], compute_capability=(9, 0))
     trees = flashtile.supports(64, cache_dtype=torch.float8_e5m2, besides=["tree_mask"], compute_capability=(9, 0))
     assert by_sequence.backend == trees.backend == "hopper"
+    named = flashtile.supports(128, page_size=64, besides=["selected"], compute_capability=(9, 0))
+    assert named.backend == "hopper"
     none = flashtile.supports(2048, compute_capability=(9, 0))
     assert not none and none.backend is None and all(none.reasons.values())
 

@@ -52,7 +52,7 @@ def supports(
         cache_dtype: The cache's dtype, dtype by default.
         page_size: Rows of a page; 0 for a cache without pages.
         besides: What else the calls have, of "window_size", "attention_chunk", "softcap", "alibi_slopes", "sinks",
-            "causal" (by sequence), "tree_mask", "slot_mapping" and "batch_invariant".
+            "causal" (by sequence), "tree_mask", "slot_mapping", "batch_invariant" and "selected".
         device: Where they would run.
         compute_capability: The GPU's, such as ``(9, 0)``; by default ``device``'s.
 
@@ -67,6 +67,7 @@ def supports(
     known: dict[str, Any] = {
         "window_size": (1, 0), "attention_chunk": 1, "softcap": 1.0, "alibi_slopes": slopes, "sinks": slopes,
         "causal": empty(1, dtype=torch.bool), "tree_mask": words, "slot_mapping": words[0], "batch_invariant": True,
+        "selected": empty(1, 1, dtype=index),
     }  # fmt: skip
     unknown = [each for each in besides if each not in known]
     if unknown:

@@ -47,7 +47,7 @@ def gradients(
     """
     wide, (queries, heads, dim) = torch.promote_types(q.dtype, torch.float32), q.shape
     kv_heads, dim_v, most = k.shape[1], v.shape[-1], slots.shape[1]
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=kind) for x, kind in ((q, q.dtype), (k, wide), (v, wide)))
     delta = (out.to(wide) * dout.to(wide)).sum(-1)
     delta = delta if dlse is None else delta - dlse
     step = max(1, _MOST_NUMBERS // max(1, most * kv_heads * (dim + dim_v)))
