@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # batch-invariant calls, 100 of them their own path on CPUs; 960 for keys that queries name. extras: 20 for builds of
 # second derivatives. benchmarks: ways to widen by another row of the table take 10. tests: 126 for a mod that follows
 # its recipe; 750 for clusters in the emulator and in the PTX machine, and for the pairs' mistakes; 510 for second
-# derivatives; 80 for random pairs; 620 for largest scores; 860 for batch-invariant calls, with random batches; 750 for keys that queries name.
+# derivatives; 80 for random pairs; 620 for largest scores; 860 for batch-invariant calls, with random batches; 750 for
+# keys that queries name.
 TOTAL_LINES = {"src/flashtile": 51_800, "extras/flashtile_lab": 6_400, "benchmarks": 6_360, "tests": 44_750}
 
 
