@@ -21,6 +21,10 @@ CASES = (
     case_of("two_lanes", (333, 70), heads=128),
     case_of("rows", (300, 65), 2, heads=40, sinks=True, float8="rows", layout="apart"),
     case_of("rows_small_pages", (200, 0), page_size=16, float8="rows", layout="apart"),
+    case_of("copied", (200, 0, 64), page_size=1),
+    CacheCase("append_copied", ((130, 2, 2), (63, 2, 2)), appends=True, rotary=64, heads=16, kv_heads=1,
+              head_dim=64, head_dim_v=512, qv=True, layout="stacked", page_size=3),
+    case_of("rows_copied", (200, 0, 64), page_size=1, float8="rows", layout="apart"),
 )  # fmt: skip
 
 

@@ -109,7 +109,10 @@ def _decode_builds() -> list[KernelBuild]:
         problem, tensors = described_call((9, 0), **call)
         wide = launch.wide_launch(problem, tensors, config.choose(problem), 132)
         made += kernel_builds("hopper", "decode", problem, {"wide_cache_attention": wide}, limits(problem))
-    for size, rows, top in ((64, "", False), (16, "", False), (64, ", rows of 656 bytes", False), (64, "", True)):
+    small = ", rows of 656 bytes"
+    for size, rows, top in (
+        (64, "", False), (16, "", False), (64, small, False), (64, "", True), (1, "", False), (1, small, False),
+    ):  # fmt: skip
         problem, tensors = latent_call((9, 0), size, eight_bits=rows != "")
         problem = problem.but(max_scores=top)
         latent = {"latent_attention": latent_launch(problem, tensors)[0]}
@@ -159,6 +162,9 @@ def builds_of(problem: Problem, direction: Direction, more: tuple[str, ...] = ()
 
 def limits(problem: Problem) -> dict[str, int]:
     """Most bytes that a thread of each kernel may spill."""
+    from flashtile.backends.hopper.latent.config import copies
+
+    is_copied = problem.qv and copies(problem)
     return {
         "attention_quantized": _quantized_limit(problem),
         "attention_forward": _forward_limit(problem),
@@ -169,8 +175,9 @@ def limits(problem: Problem) -> dict[str, int]:
         **{f"big_backward_d{of}": 64 if problem.mask and _is_new_triton() else 0 for of in "qkv"},
         # All but a few bytes at head_dim 256 are the scheduler's, which has few registers.
         "wide_cache_attention": 128,
-        # The scheduler's, which with 8 bits has fewer registers, and what the scorer keeps over the copies of queries.
-        "latent_attention": (112 if _is_new_triton() else 64) + 48 * problem.row_scale,
+        # The scheduler's, which with 8 bits has fewer registers, and what the scorer keeps over the copies of queries;
+        # with 8 bits also what copies rows, once a block.
+        "latent_attention": (112 if _is_new_triton() else 64) + (96 if is_copied else 48) * problem.row_scale,
     }
 
 

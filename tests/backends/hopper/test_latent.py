@@ -15,7 +15,9 @@ from flashtile.backends.gpu.decode import config as portable
 from flashtile.backends.gpu.decode import launch
 from flashtile.backends.gpu.trial import trial
 from flashtile.backends.hopper import BACKEND
+from flashtile.backends.hopper.latent import config
 from flashtile.backends.hopper.latent import launch as latent
+from flashtile.backends.hopper.latent.config import LatentTiles, copies
 from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.kvcache.cases import CacheCase, build, judge
@@ -40,6 +42,23 @@ CASES = (
     case_of("key_heads", (150, 20), heads=6, kv_heads=2, layout="apart"),
     CacheCase("packed", ((300, 1, 0), (20, 20, 0), (0, 3, 0), (130, 0, 0)), packed=True, spare=2, heads=8, kv_heads=1,
               head_dim=64, head_dim_v=512, qv=True, layout="stacked", page_size=64),
+)  # fmt: skip
+
+
+# In pages that TMA has no boxes for, so that threads copy their rows.
+COPIED = (
+    case_of("tokens", (200, 0, 1, 65), page_size=1),
+    case_of("tokens_of_64_heads", (63, 64, 129), heads=64, page_size=1),
+    case_of("tokens_of_128_heads", (200, 64), heads=128, page_size=1, sinks=True),
+    case_of("pairs", (65, 1, 63, 0), 2, page_size=2),
+    case_of("pairs_of_128_heads", (64, 200), heads=128, page_size=2),
+    case_of("pages_of_3", (200, 63), 2, heads=24, page_size=3, layout="apart"),
+    case_of("pages_of_24", (64, 130, 0), page_size=24),
+    case_of("tokens_in_a_list", (65, 0, 200), page_size=1, ragged="pages"),
+    case_of("tokens_causal_each", (200, 70, 129), 5, causal_each=True, page_size=1),
+    case_of("tokens_of_key_heads", (150, 20), heads=6, kv_heads=2, layout="apart", page_size=1),
+    CacheCase("tokens_packed", ((300, 1, 0), (20, 20, 0), (0, 3, 0), (130, 0, 0)), packed=True, spare=2, heads=8,
+              kv_heads=1, head_dim=64, head_dim_v=512, qv=True, layout="stacked", page_size=1),
 )  # fmt: skip
 
 
@@ -105,6 +124,38 @@ def test_rows_of_656_bytes(case: CacheCase, num_sms: int) -> None:
         judge(build(case, torch.bfloat16), "hopper")
 
 
+@pytest.mark.parametrize("num_sms", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("float8", [False, True], ids=("16", "656"))
+@pytest.mark.parametrize("case", COPIED, ids=str)
+def test_rows_that_threads_copy(case: CacheCase, float8: bool, num_sms: int) -> None:
+    """What no sequence has is NaN or infinite, in pages that no table names and past a page's last key."""
+    if float8 and case.kv_heads > 1:
+        return  # calls over such rows have one key head
+    call = build(rows_of(case) if float8 else case, torch.bfloat16)
+    assert copies(call.problem)
+    with on_cpu(seed=len(case.name)), running(num_sms):
+        judge(call, "hopper")
+
+
+@pytest.mark.parametrize("copiers", [2, 4])
+@pytest.mark.parametrize("case", [case_of("boxes", (200, 0, 65), page_size=16), COPIED[0]], ids=str)
+def test_tiles_on_trial_copy_any_pages(case: CacheCase, copiers: int) -> None:
+    tiles = LatentTiles(copiers=copiers)
+    assert f"rows copied by {copiers} warps" in str(tiles)
+    with mock.patch.object(config, "tried", lambda kernel: tiles), on_cpu(seed=copiers), running(4):
+        judge(build(case, torch.bfloat16), "hopper")
+
+
+def test_nan_in_a_copied_row_reaches_its_own_sequence_alone() -> None:
+    call = build(case_of("nan", (65, 70), page_size=1), torch.bfloat16)
+    t = call.tensors
+    assert t.page_table is not None
+    t.v_cache[t.page_table[0, 64]] = torch.nan
+    with on_cpu(seed=2), running(3):
+        out, _ = call.run("hopper")
+    assert out[0].isnan().all() and out[1].isfinite().all()
+
+
 @pytest.mark.parametrize(("heads", "length", "num_sms"), [(16, 1100, 9), (40, 2500, 20)])
 def test_folds_of_many_states(heads: int, length: int, num_sms: int) -> None:
     """Some rows of all states at once, four and then one: ``folds.share_tile``."""
@@ -118,7 +169,7 @@ def test_other_calls_stay_with_the_triton_kernel() -> None:
     assert BACKEND.kernel("decode", problem, call.tensors).name == "latent rows"
     for changes in (
         {"band": Band(100, 0)}, {"softcap": 2.0}, {"alibi": True}, {"softmax_scale": -1.0}, {"head_dim": 80},
-        {"head_dim_v": 256}, {"dtype": torch.float32}, {"aligned": False}, {"page_size": 24},
+        {"head_dim_v": 256}, {"dtype": torch.float32}, {"aligned": False},
     ):  # fmt: skip
         assert "not the kernel for latent rows: " in BACKEND.describe(problem.but(**changes), "decode"), changes
     padded = dataclasses.replace(call.tensors, cache_leftpad=call.tensors.cache_seqlens)

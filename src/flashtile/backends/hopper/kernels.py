@@ -39,11 +39,10 @@ def _present(reasons: dict[str, bool]) -> list[str]:
     return [reason for reason, is_present in reasons.items() if is_present]
 
 
-def _against_decode(problem: Problem, sizes: tuple[int, ...], unit: int) -> dict[str, bool]:
-    """What keeps cached calls from either decode kernel: pages are of these ``sizes`` or of whole ``unit``s."""
-    p, size = problem, problem.page_size
+def _against_decode(problem: Problem) -> dict[str, bool]:
+    """What keeps cached calls from either decode kernel."""
+    p = problem
     return {
-        f"pages of {size}": size not in sizes and size % unit > 0,
         "window": p.band.left is not None,
         "softcap": p.softcap > 0,
         "ALiBi": p.alibi,
@@ -65,7 +64,7 @@ def _against_latent(problem: Problem) -> list[str]:
         f"columns {p.head_dim} and {p.head_dim_v}, not 64 and 512": (p.head_dim, p.head_dim_v) != (64, 512),
         "caches in 8 bits but of rows of 656 bytes": p.kv_dtype.itemsize == 1,
         "dtype": p.dtype not in (torch.float16, torch.bfloat16),
-        **_against_decode(p, (8, 16, 32), 64),
+        **_against_decode(p),
     })  # fmt: skip
 
 
@@ -133,7 +132,11 @@ def _against_wide(problem: Problem) -> list[str]:
     p = problem
     dims = {64, 128} if 0 < hopper_rows(p) <= 64 else {64, 128, 256}
     is_other = p.head_dim != p.head_dim_v or p.head_dim not in dims
-    return _present({f"head_dim {p.head_dim} and {p.head_dim_v}": is_other, **_against_decode(p, (16, 32, 64), 128)})
+    return _present({
+        f"head_dim {p.head_dim} and {p.head_dim_v}": is_other,
+        f"pages of {p.page_size}": p.page_size not in (16, 32, 64) and p.page_size % 128 > 0,
+        **_against_decode(p),
+    })  # fmt: skip
 
 
 def _reads_entries(problem: Problem, tensors: Any) -> bool:

@@ -45,9 +45,13 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def is_one(cache: Tensor) -> bool:
-    """Whether a map may have the rows of all entries of a cache as rows of one tensor, counted in 32 bits."""
+    """Whether a map may have the rows of all entries of a cache as rows of one tensor, counted in 32 bits.
+
+    They are as far from one another as its stride says, even if entries have one row each.
+    """
     count, (entry, row) = cache.shape[0], cache.stride()[:2]
-    return row > 0 and entry % row == 0 and count * entry // row < 2**30
+    is_whole = row > 0 and row * cache.element_size() % 16 == 0 and entry % row == 0
+    return is_whole and count * entry // row < 2**30
 
 
 def box(rows: int, cols: int, varlen: bool) -> tuple[int, ...]:

@@ -300,6 +300,22 @@ class Warps(NamedTuple):
     FEW: Any
 
 
+class CopiedRows(NamedTuple):
+    """The caches of latent rows that threads copy, in 16-bit columns whatever they hold.
+
+    Attributes:
+        k: ``Rows`` of the keys' own columns.
+        v: ``Rows`` of the values; two of 8 bits are a column.
+        scales: ``Rows`` of the scales of 8-bit values, in float32; None if values have 16 bits.
+        paging: ``Paging``.
+    """
+
+    k: Any
+    v: Any
+    scales: Any
+    paging: Any
+
+
 class Latent(NamedTuple):
     """The descriptors of rows, and the division of work.
 
@@ -309,6 +325,7 @@ class Latent(NamedTuple):
         k: Descriptor of the keys' own columns, with boxes of the rows of a block, or of a smaller page.
         v: Descriptor of the values, likewise.
         scales: Descriptor of the scales of 8-bit values, by row and 128 columns; None if values have 16 bits.
+        copied: ``CopiedRows`` if threads copy rows, from pages of any size; then k, v and scales are None. Else None.
         k_entry_rows: Rows from one entry to the next: a sequence, or a page.
         v_entry_rows: Likewise.
         fixed_cost: The fixed cost of a tile, in blocks; see ``shares``.
@@ -318,7 +335,9 @@ class Latent(NamedTuple):
         LANES: Programs that work on tiles of the same sequence at the same time.
         REGISTERS: Registers of a summer's threads.
         FEW: Registers of the threads in the warps that load and find work.
-        WIDE: Registers of the threads that widen 8 bits to 16.
+        WIDE: Registers of the threads that widen 8 bits to 16; 0 if values have 16.
+        COPIERS: Warps that copy rows; 0 if TMA loads them.
+        COPYING: Registers of these warps' threads.
     """
 
     q: Any
@@ -326,6 +345,7 @@ class Latent(NamedTuple):
     k: Any
     v: Any
     scales: Any
+    copied: Any
     k_entry_rows: Any
     v_entry_rows: Any
     fixed_cost: Any
@@ -336,3 +356,5 @@ class Latent(NamedTuple):
     REGISTERS: Any
     FEW: Any
     WIDE: Any
+    COPIERS: Any
+    COPYING: Any

@@ -149,14 +149,15 @@ def make_ring_beside(ring, dtype: gl.constexpr, tile: gl.constexpr, layout: gl.c
 
 
 @gluon.jit
-def make_landing(ring):
+def make_landing(ring, COPIERS: gl.constexpr = 0):
     """The buffers of ``ring``, claimed with its barriers but published through separate ones.
 
-    A producer loads into the buffers, and another role converts the contents, which ``ring`` then publishes.
+    A producer loads into the buffers, and another role converts the contents, which ``ring`` then publishes. COPIERS:
+    as in ``make_ring``; the other role's reads need no proxy fence.
     """
     full = gl.allocate_shared_memory(gl.int64, [ring.stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(ring.stages):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=max(1, COPIERS))
     return Ring(ring.buffers, full, ring.empty, ring.stages, ring.parts, False)
 
 

@@ -4,7 +4,8 @@ A program has 64 rows of a sequence, query heads times queries, and some blocks 
 a block's 576 columns; its probabilities go where the block's own 64 columns of keys were, so that they take no memory.
 Two summers have half of the output's columns each; both operands of their products are in shared memory. The scorer is
 at a block while the summers are at the one before, so that products and exponentials overlap. Values of 8 bits land
-in the first half of the buffer that they become, where further warps widen them. What a program computes
+in the first half of the buffer that they become, where further warps widen them. Rows are loaded by TMA, or, from
+pages that it has no boxes for, copied by a few warps. What a program computes
 says ``shares``; states of tiles that several programs have parts of are folded as the Triton kernel folds its own. The
 schedule has the shape of FlashMLA's (DeepSeek, 2025) and FlashAttention-3's for wide values, roles in other hands.
 """
@@ -17,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.hopper.device.gluon_compat import aggregate
 from flashtile.backends.hopper.device.parts import append, make_rings
 from flashtile.backends.hopper.device.ring import Records, Ring, make_landing, make_records, make_ring, make_ring_beside
+from flashtile.backends.hopper.latent.gather import arrivals
 from flashtile.backends.hopper.latent.roles import producer, scheduler, scorer, summer
 from flashtile.backends.hopper.latent.widening import widener
 
@@ -62,7 +64,7 @@ def latent_attention(call, latent):
         call: ``call.DecodeCall``, without its caches' addresses.
         latent: ``records.Latent``.
     """
-    dtype: gl.constexpr = latent.k.dtype
+    dtype: gl.constexpr = call.q.ptr.dtype.element_ty
     N: gl.constexpr = call.schedule.BLOCK_N
     STAGES: gl.constexpr = latent.STAGES
     PIECE: gl.constexpr = latent.PIECE
@@ -71,24 +73,28 @@ def latent_attention(call, latent):
     of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, 64], dtype)
     of_values: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PIECE], dtype)
     of_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    WIDENS: gl.constexpr = latent.scales is not None
+    WIDENS: gl.constexpr = latent.WIDE > 0
+    # The producer is a warp, or as many as copy rows.
+    LOADERS: gl.constexpr = max(latent.COPIERS, 1)
+    OF_LOADERS: gl.constexpr = latent.COPYING if latent.COPIERS > 0 else FEW
+    LOADING: gl.constexpr = arrivals(latent.COPIERS)
     # The scorer's 128 threads copy queries that TMA cannot load.
     COPIERS: gl.constexpr = 128 * (latent.q is None)
     queries = make_rings(dtype, 64, call.out.DIM + call.q.DIM, 1, 1, 1, PIECE, COPIERS)
     values = ()
     for _ in gl.static_range(call.out.DIM // PIECE):
-        values = append(values, make_ring(dtype, [N, PIECE], of_values, STAGES, 1))
-    keys = make_ring(dtype, [N, 64], of_keys, STAGES, 2)
+        values = append(values, make_ring(dtype, [N, PIECE], of_values, STAGES, 1, COPIERS=0 if WIDENS else LOADING))
+    keys = make_ring(dtype, [N, 64], of_keys, STAGES, 2, COPIERS=LOADING)
     factors = make_ring_beside(keys, gl.float32, [64], of_rows)
     results = make_ring(gl.float32, [64], of_rows, 1, 2, 1, 2)
     parts = make_records(FIELDS, "", RECORD_SIZE, 2, 5 if WIDENS else 4)
     if WIDENS:
-        SCALES: gl.constexpr = latent.scales.block_type.shape[4]
+        SCALES: gl.constexpr = call.out.DIM // 128
         of_scales: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, SCALES], gl.float32)
         landings = ()
         for i in gl.static_range(len(values)):
-            landings = append(landings, make_landing(values[i]))
-        scales = make_ring(gl.float32, [N, SCALES], of_scales, STAGES, 1)
+            landings = append(landings, make_landing(values[i], LOADING))
+        scales = make_ring(gl.float32, [N, SCALES], of_scales, STAGES, 1, COPIERS=LOADING)
         channels = LatentChannels(parts, queries, values, landings, scales, keys, factors, results)
         gl.warp_specialize([
             (scorer, (channels, call, latent)),
@@ -97,7 +103,7 @@ def latent_attention(call, latent):
             (widener, (channels, call, latent)),
             (producer, (channels, call, latent)),
             (scheduler, (parts, call, latent)),
-        ], [4, 4, 4, 1, 1], [REGISTERS, REGISTERS, latent.WIDE, FEW, FEW])  # fmt: skip
+        ], [4, 4, 4, LOADERS, 1], [REGISTERS, REGISTERS, latent.WIDE, OF_LOADERS, FEW])  # fmt: skip
     else:
         channels = LatentChannels(parts, queries, values, values, factors, keys, factors, results)
         gl.warp_specialize([
@@ -106,4 +112,4 @@ def latent_attention(call, latent):
             (summer, (channels, call, latent, 1)),
             (producer, (channels, call, latent)),
             (scheduler, (parts, call, latent)),
-        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, FEW, FEW])  # fmt: skip
+        ], [4, 4, LOADERS, 1], [REGISTERS, REGISTERS, OF_LOADERS, FEW])  # fmt: skip

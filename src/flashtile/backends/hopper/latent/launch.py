@@ -9,14 +9,18 @@ from flashtile.backends.gpu.decode import records
 from flashtile.backends.gpu.decode.launch import Attention
 from flashtile.backends.gpu.launch import DEFAULT, Launch, TensorMap
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.records import geometry, multiprocessors
+from flashtile.backends.gpu.records import geometry, multiprocessors, rows_of
 from flashtile.backends.hopper import tensor_maps
-from flashtile.backends.hopper.device.records import Latent
-from flashtile.backends.hopper.latent.config import PATIENCE, ROWS, choose, lanes_of
+from flashtile.backends.hopper.device.records import CopiedRows, Latent
+from flashtile.backends.hopper.forward.paged.launch import paging_of
+from flashtile.backends.hopper.latent.config import PATIENCE, ROWS, LatentTiles, choose, lanes_of
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem
 
 latent_attention = device_code("flashtile.backends.hopper.latent.kernel").latent_attention
+
+# 16-bit elements of the 16 bytes that one copy of a thread moves.
+_VECTOR = 8
 
 
 def attend(problem: Problem, tensors: CacheTensors) -> list[Attention]:
@@ -38,23 +42,41 @@ def latent_launch(problem: Problem, tensors: CacheTensors) -> Attention:
     # What the Triton kernel's folds would have is the same in every build.
     own = {"SEARCH": search, "PATIENCE": PATIENCE if p.device_type == "cuda" else 1, "FOLD_ROWS": 1, "AHEAD": 1}
     call = call._replace(schedule=call.schedule._replace(**own))
-    rows = min(64, p.page_size or 64)
+    copied = copied_of(p, t) if config.copiers else None
+    if copied is not None:
+        call = call._replace(cache=call.cache._replace(PAGE_SIZE=0))  # one build for all pages that are copied
     c, lanes = config, lanes_of(p, min(config.most_lanes, programs))
+    k_rows, v_rows = (x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache))
+    maps = (None, None, None) if c.copiers else maps_of(p, t, c)
+    latent = Latent(
+        *queries_of(p, t), *maps, copied, k_rows, v_rows, c.fixed_cost, c.fewest_blocks, c.stages, c.piece, lanes,
+        c.registers, c.few, c.wide if p.row_scale else 0, c.copiers, c.copying,
+    )  # fmt: skip
+    options = {"num_warps": 4, "maxnreg": c.registers_of_all(widens=p.row_scale)}
+    launch = Launch(latent_attention, programs, {"call": call, "latent": latent}, options)
+    return Attention(launch, slots * (p.head_dim_v + 4), 4 * programs)
+
+
+def maps_of(problem: Problem, tensors: CacheTensors, config: LatentTiles) -> tuple[TensorMap | None, ...]:
+    """The caches as TMA loads them, boxes of the rows of a block or of a smaller page: keys, values, their scales."""
+    p, t, s = problem, tensors, tensors.row_scale
+    rows = min(64, p.page_size or 64)
     k, v = (
         tensor_maps.entries_map(name, x, rows, cols)
-        for name, x, cols in (("k_cache", t.k_cache, 64), ("v_cache", t.v_cache, c.piece if p.row_scale else 64))
+        for name, x, cols in (("k_cache", t.k_cache, 64), ("v_cache", t.v_cache, config.piece if p.row_scale else 64))
     )
-    k_rows, v_rows = (x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache))
-    s = t.row_scale
-    scales = None if s is None else tensor_maps.entries_map("row_scale", s, rows, s.shape[-1])
-    latent = Latent(
-        *queries_of(p, t), k, v, scales, k_rows, v_rows, c.fixed_cost, c.fewest_blocks, c.stages, c.piece, lanes,
-        c.registers, c.few, c.wide,
-    )  # fmt: skip
-    # All that a multiprocessor has for each of 20 warps, or of 16.
-    most = 96 if p.row_scale else 128
-    launch = Launch(latent_attention, programs, {"call": call, "latent": latent}, {"num_warps": 4, "maxnreg": most})
-    return Attention(launch, slots * (p.head_dim_v + 4), 4 * programs)
+    return k, v, None if s is None else tensor_maps.entries_map("row_scale", s, rows, s.shape[-1])
+
+
+def copied_of(problem: Problem, tensors: CacheTensors) -> CopiedRows:
+    """The caches as threads copy them, 16 bytes at once."""
+    t, s = tensors, tensors.row_scale
+    k, v = (
+        rows_of(name, x.view(t.k_cache.dtype), ROWS, vector=_VECTOR)
+        for name, x in (("k_cache", t.k_cache), ("v_cache", t.v_cache))
+    )
+    scales = None if s is None else rows_of("row_scale", s, s.shape[-1], vector=_VECTOR // 2)
+    return CopiedRows(k, v, scales, paging_of(problem.page_size))
 
 
 def queries_of(problem: Problem, tensors: CacheTensors) -> tuple[TensorMap | None, TensorMap | None]:

@@ -1,5 +1,6 @@
 """The roles over latent rows: a scheduler and a producer, a warp each; a scorer and two summers, a warpgroup each."""
 
+# ruff: noqa: RET505 - Triton compiles code after a return, even if the condition is decided.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
@@ -21,6 +22,7 @@ from flashtile.backends.hopper.device.parts import (
 from flashtile.backends.hopper.forward.paged.gather import copy_box, rows_by_lanes
 from flashtile.backends.hopper.latent import shares
 from flashtile.backends.hopper.latent.folds import end_part
+from flashtile.backends.hopper.latent.gather import copy_block, pages_by_lane, table_of
 
 
 @gluon.jit
@@ -85,48 +87,63 @@ def publish_part(records, parts, b, tile, own, blocks, state, num_states, origin
 @gluon.jit
 def producer(channels, call, latent):
     """Loads the latent rows of each part, a block's pages being looked up while those before it are loaded."""
-    PIECE: gl.constexpr = latent.PIECE
     records = channels.parts
     parts, used = 0, 0
     records.ring.wait(parts)
     while records.get(parts, "is_part") > 0:
         n, stop, high = records.get(parts, "first_block"), records.get(parts, "stop_block"), records.get(parts, "high")
         b, entry, h_kv = records.get(parts, "b"), records.get(parts, "entry"), records.get(parts, "h_kv")
-        pages = pages_of(b, entry, high, n, call, latent)
+        pages = pages_of_block(b, entry, high, n, call, latent)
         # The first queries go before keys, behind which they would arrive, and others behind the first block.
         if parts == 0:
             load_queries(channels, parts, call, latent)
         start = n
         while n < stop:
-            following = pages_of(b, entry, high, n + 1, call, latent)
-            rows, own = boxes_of(pages, high, h_kv, n, latent.v_entry_rows, latent.k_entry_rows, call)
-            if latent.scales is not None:
-                load_scales(latent.scales, channels.scales, used, rows)
-            for i in gl.static_range(len(channels.values)):
-                load_piece(latent.v, channels.landings[i], used, rows, PIECE * i)
-            load_piece(latent.k, channels.keys, used, own, 0)
+            following = pages_of_block(b, entry, high, n + 1, call, latent)
+            if latent.COPIERS > 0:
+                copy_block(channels, used, pages, high, h_kv, n, call, latent)
+            else:
+                load_block(channels, used, pages, high, h_kv, n, call, latent)
             if (n == start) & (parts > 0):
                 load_queries(channels, parts, call, latent)
             pages, n, used = following, n + 1, used + 1
+        if latent.COPIERS > 0:
+            # All warps have read the record before one thread releases it.
+            thread_barrier()
         records.ring.release(parts)
         parts += 1
         records.ring.wait(parts)
 
 
 @gluon.jit
-def pages_of(b, entry, high, n, call, latent):
+def pages_of_block(b, entry, high, n, call, latent):
+    """The pages of block n as those who load take them."""
+    if latent.COPIERS > 0:
+        return pages_by_lane(b, entry, high, n, call, latent)
+    else:
+        return pages_by_box(b, entry, high, n, call, latent)
+
+
+@gluon.jit
+def load_block(channels, used, pages, high, h_kv, n, call, latent):
+    """Starts the loads of block n by TMA."""
+    rows, own = boxes_of(pages, high, h_kv, n, latent.v_entry_rows, latent.k_entry_rows, call)
+    if latent.scales is not None:
+        load_scales(latent.scales, channels.scales, used, rows)
+    for i in gl.static_range(len(channels.values)):
+        load_piece(latent.v, channels.landings[i], used, rows, latent.PIECE * i)
+    load_piece(latent.k, channels.keys, used, own, 0)
+
+
+@gluon.jit
+def pages_by_box(b, entry, high, n, call, latent):
     """The entry of each box of rows of block n; 0 where its page has no keys, and so may have any number."""
     ROWS: gl.constexpr = latent.k.block_type.shape[2]
     pages = ()
     for i in gl.static_range(call.schedule.BLOCK_N // ROWS):
         found, row = entry, n * call.schedule.BLOCK_N + i * ROWS
         if call.cache.pages is not None:
-            table = call.cache.pages
-            if call.cache.indptr is None:
-                table += b.to(gl.int64) * call.cache.pages_pitch
-            else:
-                table += entry
-            found = gl.load(table + row // call.cache.PAGE_SIZE, mask=row < high, other=0)
+            found = gl.load(table_of(b, entry, call) + row // call.cache.PAGE_SIZE, mask=row < high, other=0)
         pages = append(pages, found)
     return pages
 

@@ -22,7 +22,7 @@ def widener(channels, call, latent):
             channels.scales.wait(used)
             for i in gl.static_range(len(channels.values)):
                 channels.landings[i].wait(used)
-                widen_piece(channels, latent, used, i)
+                widen_piece(channels, used, i)
                 fence_async_shared()
                 thread_barrier()
                 channels.values[i].publish(used)
@@ -34,7 +34,7 @@ def widener(channels, call, latent):
 
 
 @gluon.jit
-def widen_piece(channels, latent, used, NUMBER: gl.constexpr):
+def widen_piece(channels, used, NUMBER: gl.constexpr):
     """Widens a piece, which has landed in the first half of what it becomes."""
     tile = channels.values[NUMBER].at(used)
     PIECE: gl.constexpr = tile.shape[1]
@@ -44,7 +44,7 @@ def widen_piece(channels, latent, used, NUMBER: gl.constexpr):
     scales = channels.scales.at(used)
     SHAPE: gl.constexpr = scales.shape
     scales = box_of(seen_as(scales, gl.float32, SHAPE, plain), NUMBER * PIECE // 128, 1)
-    numbers = narrow(tile, latent.v.dtype, PIECE).load(layout)
+    numbers = narrow(tile, gl.float8e4nv, PIECE).load(layout)
     factors = scales.load(layout)
     # All that is overwritten has been read.
     thread_barrier()
