@@ -19,6 +19,7 @@ from tests import trees
 from tests.kvcache.alone import invariance_cases, judge_alone
 from tests.kvcache.cases import CASES, EIGHT_BIT_ROWS, CacheCase, build, judge, latent_case
 from tests.kvcache.functions import HUGE, huge_error
+from tests.kvcache.selected import judge_selected
 from tests.kvcache.test_trees import CHAINS, assert_chains_are_causal
 from tests.maxima import judge_cached_maxima
 from tests.poison import poisoned_memory
@@ -119,6 +120,13 @@ def test_scores_as_huge_as_float32_has_them(value: float, dtype: torch.dtype) ->
 @pytest.mark.parametrize("case", LARGE_ROWS, ids=str)
 def test_rows_of_656_bytes(case: CacheCase, backend: str) -> None:
     judge(build(case, torch.bfloat16, DEVICE), backend)
+
+
+@pytest.mark.parametrize("float8", [False, True], ids=("16", "656"))
+@pytest.mark.parametrize("batch", [64, 1024])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_selected_tokens(heads: int, batch: int, float8: bool, backend: str) -> None:
+    judge_selected(batch, heads, 2048, backend, DEVICE, float8=float8)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

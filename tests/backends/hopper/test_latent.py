@@ -22,6 +22,7 @@ from flashtile.core.masks import Band
 from tests.backends.hopper.emulated import on_cpu
 from tests.kvcache.cases import CacheCase, build, judge
 from tests.kvcache.cases import latent_case as case_of
+from tests.kvcache.selected import judge_selected
 from tests.maxima import judge_cached_maxima
 
 CASES = (
@@ -135,6 +136,13 @@ def test_rows_that_threads_copy(case: CacheCase, float8: bool, num_sms: int) -> 
     assert copies(call.problem)
     with on_cpu(seed=len(case.name)), running(num_sms):
         judge(call, "hopper")
+
+
+@pytest.mark.parametrize("float8", [False, True], ids=("16", "656"))
+@pytest.mark.parametrize("heads", [64, 128])
+def test_selected_tokens(heads: int, float8: bool) -> None:
+    with on_cpu(seed=heads), running(3):
+        judge_selected(6, heads, 70, "hopper", "cpu", float8=float8)
 
 
 @pytest.mark.parametrize("copiers", [2, 4])
