@@ -298,7 +298,7 @@ def _latent(d: Draw, name: str) -> CacheCase:
     if d.chance(0.7):
         case = replace(
             case, window=None, softcap=0.0, alibi="", tree="", leftpad=(), chunk=None, scale=d.pick(None, 0.1),
-            page_size=d.pick(8, 16, 16, 32, 64, 64, 128) if case.page_size else 0,
+            page_size=d.pick(1, 3, 8, 16, 32, 64, 128) if case.page_size else 0,
         )  # fmt: skip
     dims = (64, 512) if d.sizes.most_dim > 128 and d.chance(0.9) else (d.head_dim(), d.head_dim())
     if not (apart := d.chance(1 / 3)):

@@ -132,11 +132,10 @@ def _of_latent_rows(call: Drawn) -> Drawn:
     case = call.case
     assert isinstance(case, CacheCase)
     sequences = tuple((max(old, 0) + new, rows, 0) for old, rows, new in case.sequences)
-    size = case.page_size
     plain = replace(
         case, sequences=sequences, appends=False, rotary=0, rotary_start=False, slots="", window=None, softcap=0.0,
         alibi="", tree="", leftpad=(), chunk=None, scale=0.1 if case.scale else None, head_dim=64,
-        head_dim_v=512, page_size=size if size in (0, 8, 16, 32) or size % 64 == 0 else 64, packed_new=False,
+        head_dim_v=512, packed_new=False,
         float8="rows" if call.seed % 3 == 0 else "", interleaved=False, tables=False, capacity=0,
         layout="apart" if case.layout == "apart" else "stacked",
     )  # fmt: skip

@@ -22,6 +22,8 @@ latent_attention = device_code("flashtile.backends.hopper.latent.kernel").latent
 # 16-bit elements of the 16 bytes that one copy of a thread moves.
 _VECTOR = 8
 
+_Maps = tuple[TensorMap | None, TensorMap | None, TensorMap | None]
+
 
 def attend(problem: Problem, tensors: CacheTensors) -> list[Attention]:
     """The launch that attends."""
@@ -47,7 +49,7 @@ def latent_launch(problem: Problem, tensors: CacheTensors) -> Attention:
         call = call._replace(cache=call.cache._replace(PAGE_SIZE=0))  # one build for all pages that are copied
     c, lanes = config, lanes_of(p, min(config.most_lanes, programs))
     k_rows, v_rows = (x.stride(0) // x.stride(1) for x in (t.k_cache, t.v_cache))
-    maps = (None, None, None) if c.copiers else maps_of(p, t, c)
+    maps: _Maps = (None, None, None) if c.copiers else maps_of(p, t, c)
     latent = Latent(
         *queries_of(p, t), *maps, copied, k_rows, v_rows, c.fixed_cost, c.fewest_blocks, c.stages, c.piece, lanes,
         c.registers, c.few, c.wide if p.row_scale else 0, c.copiers, c.copying,
@@ -57,7 +59,7 @@ def latent_launch(problem: Problem, tensors: CacheTensors) -> Attention:
     return Attention(launch, slots * (p.head_dim_v + 4), 4 * programs)
 
 
-def maps_of(problem: Problem, tensors: CacheTensors, config: LatentTiles) -> tuple[TensorMap | None, ...]:
+def maps_of(problem: Problem, tensors: CacheTensors, config: LatentTiles) -> _Maps:
     """The caches as TMA loads them, boxes of the rows of a block or of a smaller page: keys, values, their scales."""
     p, t, s = problem, tensors, tensors.row_scale
     rows = min(64, p.page_size or 64)
