@@ -15,6 +15,7 @@ collect_ignore = (
         "test_non_finite.py",
         "test_quantized.py",
         "test_second.py",
+        "test_selected_backward.py",
         "test_steps.py",
         "test_tuning.py",
     ]

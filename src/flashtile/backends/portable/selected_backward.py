@@ -17,7 +17,7 @@ from flashtile.call.problem import Problem, compute_capability, described
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
 _kernels = device_code("flashtile.backends.portable.selected_backward_kernel")
-# Columns of a part of a tile, at most. Of parts of 128, 64 heads' tile spills three times as many numbers.
+# Columns of a part of a tile, at most. With parts of 128 a tile of 64 heads spills more than twice as many numbers.
 _WIDTH = 64
 # Heads of a query x keys of its list x warps x stages, for so many columns at most, 16 bits: what spills nothing by
 # compiler reports. Blackwell has Ampere's: accumulators of 576 columns are more than its tensor memory.
@@ -162,10 +162,10 @@ class SelectedOptions(NamedTuple):
     """What a call asks for, and where.
 
     Attributes:
-        where: Of ``described``: device, compute capability and dtype, on which tiles depend.
+        where: What ``described`` makes of the device, compute capability and dtype, which tiles depend on.
         softmax_scale: The factor of products.
         softcap: The softcap, 0 for none.
-        joined: Whether dk is to have the gradient of v too, of which rows are read once.
+        joined: Whether dk is to have the gradient of v too, for rows that are read once.
     """
 
     where: Problem
@@ -216,20 +216,20 @@ def gradients(
         InvalidInputError: ``joined`` of other tensors.
         UnsupportedError: Rows of float32 too wide for the GPU's shared memory.
     """
-    t = SelectedInputs(*map(_readable, (q, k, v, out)), lse.float(), _readable(dout.to(q.dtype)), dlse, slots, counts)
-    t = t._replace(slots=slots.contiguous(), counts=counts.contiguous())
+    t = SelectedInputs(
+        _readable(q), _readable(k), _readable(v), _readable(out), lse.float(), _readable(dout.to(q.dtype)),
+        None if dlse is None else dlse.float(), slots.contiguous(), counts.contiguous(),
+    )  # fmt: skip
     if joined and not _is_part(t):
         raise InvalidInputError("joined", "is True, but v is not the first columns of k, as it must be")
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:  # Triton's interpreter multiplies its bits
         t = _widened(t)
-    where = described(
-        device_type=q.device.type, compute_capability=compute_capability(q.device), dtype=t.q.dtype
-    )  # fmt: skip
+    where = described(device_type=q.device.type, compute_capability=compute_capability(q.device), dtype=t.q.dtype)
     options = SelectedOptions(where, softmax_scale, softcap, joined and _reads_once(t))
     made = {"dq": torch.empty(t.q.shape, dtype=t.q.dtype, device=q.device), "dk": _zeros(t.k)}
     if not options.joined:
         made["dv"] = _zeros(t.v)
-    if 0 in t.slots.shape or 0 in k.shape:
+    if 0 in t.slots.shape or 0 in t.k.shape:
         made["dq"].zero_()
     elif deterministic:
         _add_shares(t, options, made)
@@ -302,7 +302,8 @@ def choose(t: SelectedInputs, where: Problem) -> PortableTiles:
                 f"portable: the gradients of attention over selected keys of float32 with head_dim {t.q.shape[-1]} and "
                 f"{t.v.shape[-1]} need {needed} bytes of shared memory, this GPU has {SHARED_BYTES[arch]}"
             )
-        found = _SMALLEST if max(dim, dim_v) <= 256 else dataclasses.replace(_SMALLEST, num_warps=8)
+        is_wide = max(dim, dim_v) > 256 and arch != "gfx942"
+        found = dataclasses.replace(_SMALLEST, num_warps=8) if is_wide else _SMALLEST
     else:
         rows = _TILES.get(arch, {})
         name = next((each for most, each in rows.items() if max(dim, dim_v) <= most), None)
@@ -312,37 +313,36 @@ def choose(t: SelectedInputs, where: Problem) -> PortableTiles:
     return dataclasses.replace(found, block_m=min(found.block_m, least))
 
 
-def backward_launch(
-    t: SelectedInputs, options: SelectedOptions, queries: tuple[int, int] | None = None
-) -> Launch:  # fmt: skip
+def backward_launch(t: SelectedInputs, options: SelectedOptions, queries: tuple[int, int] | None = None) -> Launch:
     """The launch of the backward.
 
     Args:
-        t: The tensors, the layouts of which count.
+        t: The tensors; their layouts count.
         options: What is asked for.
         queries: The first and the number of queries that shares are stored for; None to add all up.
     """
-    group, dims, tiles = t.q.shape[1] // t.k.shape[1], block_dims(t.q.shape[-1], t.v.shape[-1]), choose(t, options.where)
+    group, tiles = t.q.shape[1] // t.k.shape[1], choose(t, options.where)
+    dims, dlse = block_dims(t.q.shape[-1], t.v.shape[-1]), t.dlse
     first, count = (0, t.q.shape[0]) if queries is None else queries
 
     def rows(name: str, block: int) -> ListedRows:
         x: Tensor = getattr(t, name)
         return ListedRows(pointer(x, name), x.stride(0), x.stride(1), x.shape[-1], block)
 
-    stride_dlse = (None, None) if t.dlse is None else t.dlse.stride()
     call = SelectedCall(
         rows("q", dims[0]), rows("k", dims[0]), None if _reads_once(t) else rows("v", dims[1]), rows("out", dims[1]),
-        rows("dout", dims[1]), pointer(t.lse, "lse"), pointer(t.dlse, "dlse"), *t.lse.stride(), *stride_dlse,
+        rows("dout", dims[1]), pointer(t.lse, "lse"), pointer(dlse, "dlse"), t.lse.stride(0), t.lse.stride(1),
+        None if dlse is None else dlse.stride(0), None if dlse is None else dlse.stride(1),
         pointer(t.slots, "slots"), pointer(t.counts, "counts"), t.slots.shape[1], first, t.k.shape[1], group,
         float(options.softmax_scale), float(options.softcap) if options.softcap > 0 else None,
         input_precision(options.where),
     )  # fmt: skip
     ending = "" if queries is None else "_shares"
     dk, dv = (key_sums(f"{name}{ending}", x) for name, x in (("dk", t.k), ("dv", t.v)))
-    arguments = {
-        "call": call, "dq_ptr": Pointer(t.q.dtype, "dq"), "dk": dk, "dv": dv._replace(ptr=None) if options.joined else dv,
-        "tiles": SelectedSizes(tiles.block_m, tiles.block_n, _WIDTH, queries is None),
-    }  # fmt: skip
+    if options.joined:
+        dv = dv._replace(ptr=None)
+    sizes = SelectedSizes(tiles.block_m, tiles.block_n, _WIDTH, queries is None)
+    arguments = {"call": call, "dq_ptr": Pointer(t.q.dtype, "dq"), "dk": dk, "dv": dv, "tiles": sizes}
     programs = count * t.k.shape[1] * -(-group // tiles.block_m)
     return Launch(_kernels.attention_selected_backward, programs, arguments, tiles.options())
 

@@ -6,7 +6,7 @@ The mathematics is the regular backward's (``backward.kernel``), from the same t
     dprobs = dout @ v^T                                dscores = probs * (dprobs - delta)
     dv += probs^T @ dout   dk += dscores^T @ q         dq = dscores @ k
 
-A tile's rows are heads of one query, which share its list; its columns are keys of the list, whose rows are gathered.
+A tile's rows are heads of one query, which share its list; its columns are keys of the list, gathered row by row.
 A key is in the lists of many queries, so dk and dv are sums over programs: by atomic adds, or, to be repeatable, each
 program stores its share of each key and a second kernel adds the shares up in the order of the queries.
 """
@@ -54,7 +54,7 @@ def load_part(of, at, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     """The part of ``load_tile`` from column FIRST on."""
     col = FIRST + tl.arange(0, WIDTH)[None, :]
     wanted = exists[:, None]
-    if of.DIM < FIRST + WIDTH:
+    if FIRST + WIDTH > of.DIM:
         wanted = wanted & (col < of.DIM)
     return tl.load(of.ptr + at[:, None] + col, mask=wanted, other=0.0)
 
@@ -117,7 +117,7 @@ def add_to_keys(
         weights: [HEADS, KEYS].
         rows: A tile [HEADS, DIM] of their dtype.
         factor: A number.
-        more: Weights and a tile, the product of which is added to the first columns; or two empty tuples.
+        more: Weights and a tile, to add their product to the first columns; or two empty tuples.
         WIDTH: The columns of a part.
         call: ``SelectedCall``.
         ADDS: Whether to add, by atomic adds.
@@ -135,7 +135,7 @@ def add_part(of, at, inside, part, FIRST: tl.constexpr, ADDS: tl.constexpr):
     """Adds the columns from FIRST on of ``add_to_keys``."""
     col = FIRST + tl.arange(0, part.shape[1])[None, :]
     wanted = inside[:, None]
-    if of.DIM < FIRST + part.shape[1]:
+    if FIRST + part.shape[1] > of.DIM:
         wanted = wanted & (col < of.DIM)
     place = of.ptr + at[:, None] * of.DIM + col
     if ADDS:
@@ -154,7 +154,7 @@ def attention_selected_backward(call, dq_ptr, dk, dv, tiles):
         call: ``SelectedCall``.
         dq_ptr: Contiguous (rows, heads, DIM), of q's dtype.
         dk: ``KeySums``.
-        dv: Likewise; its pointer is None for v that is k's first columns, the gradient of which dk then has too.
+        dv: Likewise; its pointer is None where v is k's first columns and dk is to have its gradient too.
         tiles: ``SelectedSizes``.
     """
     HEADS: tl.constexpr = tiles.HEADS
@@ -173,6 +173,7 @@ def attention_selected_backward(call, dq_ptr, dk, dv, tiles):
     lse, delta = row_terms(call, n, head, exists, dout, WIDTH)
     count = tl.load(call.counts + n)
     dq = zero_tile(HEADS, call.q.BLOCK_DIM, WIDTH)
+    # What LLVM would compute before the loop would be spilled.
     for start in tl.range(0, count, KEYS, disable_licm=True):
         j = start + tl.arange(0, KEYS)
         inside = j < count
