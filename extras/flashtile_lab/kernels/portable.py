@@ -9,6 +9,7 @@ import torch
 
 from flashtile.backends.gpu.described import described_quantized, described_tensors
 from flashtile.backends.portable import BACKEND
+from flashtile.backends.portable import selected_backward as selected
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem, described, gpu_of
@@ -55,7 +56,7 @@ def builds(arch: str) -> list[KernelBuild]:
     small_bias = _problem(arch, 32, _FULL, bias_dtype=torch.bfloat16, bias_grad=True, seqlen_q=384, seqlen_k=384)
     made = [build for problem in usual + others for direction in _WAYS for build in builds_of(problem, direction)]
     made += builds_of(small_bias, "backward")[-1:]  # dq, which adds to dbias
-    made += _second_builds(arch) + _adding_builds(arch)
+    made += _second_builds(arch) + _adding_builds(arch) + selected_builds(arch)
     made += builds_of(short, "forward") + decode.builds("portable", capability)
     if arch == "sm_90a":  # rows that no descriptor can read
         for problem in (_problem(arch, dim, _CAUSAL) for dim in (90, 60, 124)):
@@ -102,6 +103,16 @@ def _second_builds(arch: str) -> list[KernelBuild]:
         found = launch.launches(problem, t, {**given, "of_sinks": t.sinks})
         del found["prepare_rows"]  # the first backward's
         made += kernel_builds("portable", "backward", problem, found, more=("second derivatives",))
+    return made
+
+
+def selected_builds(arch: str) -> list[KernelBuild]:
+    """The gradients over selected keys: of latent rows, joined or by shares, of 8 heads, and of separate values."""
+    made = []
+    for name, heads, dims in (("latent", 128, (576, 512)), ("few", 8, (576, 512)), ("separate", 32, (128, 128))):
+        problem = _problem(arch, dims[0], _FULL, head_dim_v=dims[1], num_heads_q=heads, num_heads_kv=1)
+        found = selected.described_launches(problem, is_part=name != "separate")
+        made += kernel_builds("portable", "backward", problem, found, more=(f"selected keys, {heads} heads",))
     return made
 
 

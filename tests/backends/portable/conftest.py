@@ -7,7 +7,7 @@ It is on or off for a whole process, from before Triton is imported. So the suit
 import os
 
 collect_ignore = (
-    ["test_tiles.py", "test_tuned.py", "test_warm.py"]
+    ["test_selected_builds.py", "test_tiles.py", "test_tuned.py", "test_warm.py"]
     if os.environ.get("TRITON_INTERPRET") == "1"
     else [
         "test_interpreter.py",

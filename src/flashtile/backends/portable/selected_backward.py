@@ -347,6 +347,27 @@ def backward_launch(t: SelectedInputs, options: SelectedOptions, queries: tuple[
     return Launch(_kernels.attention_selected_backward, programs, arguments, tiles.options())
 
 
+def described_launches(problem: Problem, *, is_part: bool) -> dict[str, Launch]:
+    """The launches of a described call, by name: with sums of dk and dv, of both where v is a part of k, and by shares.
+
+    Args:
+        problem: Its dtype, head dimensions, heads and device.
+        is_part: Whether v is k's first columns.
+    """
+    p, dims = problem, (problem.head_dim, problem.head_dim_v)
+    q, out = (torch.empty(p.seqlen_q, p.num_heads_q, n, dtype=p.dtype, device="meta") for n in dims)
+    k, v = (torch.empty(p.seqlen_k, p.num_heads_kv, n, dtype=p.dtype, device="meta") for n in dims)
+    lse, counts = q.new_empty(q.shape[:2], dtype=torch.float32), q.new_empty(p.seqlen_q, dtype=torch.int32)
+    slots = counts[:, None].expand(-1, p.seqlen_k)
+    t = SelectedInputs(q, k, k[..., : p.head_dim_v] if is_part else v, out, lse, out, None, slots, counts)
+    options = SelectedOptions(p, p.softmax_scale, p.softcap, joined=False)
+    found = {"selected_backward": backward_launch(t, options)}
+    if is_part:
+        found["selected_backward_joined"] = backward_launch(t, options._replace(joined=True))
+    found["selected_backward_shares"] = backward_launch(t, options, (0, p.seqlen_q))
+    return found | {f"sum_selected_{name}": sum_launch(name, x, 2) for name, x in (("dk", k), ("dv", v))}
+
+
 def key_sums(name: str, x: Tensor) -> KeySums:
     """Sums like k or v, or their shares, which are an operand of this name."""
     return KeySums(Pointer(torch.float32, name), x.shape[-1], padded(x.shape[-1]))

@@ -124,9 +124,12 @@ def add_to_keys(
     """
     more_weights, more_rows = more
     for p in tl.static_range(len(rows)):
-        part = tl.dot(tl.trans(weights), rows[p], input_precision=call.PRECISION) * factor
+        part = tl.dot(tl.trans(weights), rows[p], input_precision=call.PRECISION)
         if p < len(more_rows):
-            part = tl.dot(tl.trans(more_weights), more_rows[p], part, input_precision=call.PRECISION)
+            # Not as the second product's accumulator: all of Hopper's warps would then compute all of the first.
+            part = tl.fma(part, factor, tl.dot(tl.trans(more_weights), more_rows[p], input_precision=call.PRECISION))
+        else:
+            part *= factor
         add_part(of, at, inside, part, p * WIDTH, ADDS)
 
 
