@@ -220,6 +220,18 @@ def reduced(
     return made, o._replace(window_left=None, window_right=None, max_seqlen_q=None, max_seqlen_k=None)
 
 
+def in_parts(t: CacheTensors, most: int) -> list[CacheTensors]:
+    """The calls of at most so many sequences of a ``reduced`` call, one after another; what they write are views."""
+    count = t.q.shape[0]
+    if not holds(count > most):
+        return [t]
+    names = [name for name in ("out", "q", "qv", "page_table", "cache_seqlens") if getattr(t, name) is not None]
+    return [
+        dataclasses.replace(t, **{name: getattr(t, name)[first : first + most] for name in names})
+        for first in range(0, count, most)
+    ]
+
+
 def lse_of(t: CacheTensors, found: Tensor) -> Tensor:
     """The lse of a call, made from its ``reduced`` call's: a view, in which rows of no sequence have -inf.
 

@@ -18,6 +18,10 @@ from flashtile.ops.cached import CACHED, split
 from flashtile.ops.operation import is_watched
 
 
+# Queries of one launch: kernels look at the keys of all sequences of a call, to divide them, and here each query is one.
+_MOST_AT_ONCE = 1024
+
+
 def attend(t: CacheTensors, options: CacheOptions, given: Selected, with_lse: bool = True) -> Tensor:
     """Runs the call: through its operator, or directly where the dispatcher is not needed.
 
@@ -52,8 +56,11 @@ def rows_of(t: CacheTensors, options: CacheOptions, given: Selected) -> tuple[Te
 def _attend(t: CacheTensors, options: CacheOptions, given: Selected) -> Tensor:
     t, reach = checked(t, options, given)
     made, settled = selected.reduced(t, options, reach, *_compact(t)(t, given, reach))
-    made, call = CACHED.planned(made, settled)
-    found: Tensor = call.run(made)
+    parts = []
+    for part in selected.in_parts(made, _MOST_AT_ONCE):
+        part, call = CACHED.planned(part, settled)
+        parts.append(call.run(part))
+    found: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     if made.out.data_ptr() != t.out.data_ptr():
         t.out.copy_(made.out.view(t.out.shape))
     return selected.lse_of(t, found)
