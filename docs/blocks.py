@@ -124,14 +124,17 @@ def refresh(text: str) -> str:
 CODE = re.compile(r"^```python\n(.*?)^```\n(?:\n```text title=\"output\"\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 
 
-def run_code(page: Path) -> None:
+def run_code(page: Path) -> dict[str, Any]:
     """Runs a page's Python blocks, in order and in one namespace, and compares what they print with what is shown.
+
+    Returns:
+        The namespace: the functions and values that the page defines, by name.
 
     Raises:
         AssertionError: A block prints something else.
     """
     text = page.read_text(encoding="utf-8")
-    namespace: dict[str, object] = {}
+    namespace: dict[str, Any] = {}
     for block in CODE.finditer(text):
         code, shown = block.groups()
         # Empty lines in front, so that a traceback shows the page's own line numbers.
@@ -141,6 +144,7 @@ def run_code(page: Path) -> None:
             exec(compile("\n" * first_line + code, str(page), "exec"), namespace)
         if shown is not None and not doctest.OutputChecker().check_output(shown, printed.getvalue(), doctest.ELLIPSIS):
             raise AssertionError(f"{page.name}:{first_line} prints\n{printed.getvalue()}")
+    return namespace
 
 
 # Their classes come from tables that are read when they are imported, which mypy does not see.
