@@ -57,7 +57,12 @@ def lists_for(call: CacheCall, most: int, seed: int = 1, slots: bool = False) ->
 
 def finite_caches(call: CacheCall) -> None:
     """Fills what no sequence has, which is NaN in a case's caches: slots name all rows."""
-    for x in (call.tensors.k_cache, call.tensors.v_cache, call.tensors.row_scale):
+    t = call.tensors
+    parts = [t.k_cache, t.v_cache]
+    if t.row_scale is not None:  # on a GPU, the call's rows are in the storage of the values, and the parts apart
+        rows = t.v_cache.view(torch.uint8).as_strided((*t.v_cache.shape[:-1], 656), t.v_cache.stride())
+        parts += [t.row_scale, rows[..., 512:528].view(torch.float32), rows[..., 528:].view(torch.bfloat16)]
+    for x in parts:
         if x is not None:
             x.copy_(x.float().nan_to_num(0.5, 0.5, 0.5).to(x.dtype))
 

@@ -78,7 +78,7 @@ def folded(mask: BlockMask, q: Tensor, k: Tensor, options: Options) -> tuple[Ten
     if left is None and right is None:
         return by_group, made, rows
     # The function is asked in all blocks.
-    ends = {f"{side}_blocks": _all_partial(getattr(mask, f"{side}_blocks")) for side in ("row", "key")}
+    ends: dict[str, Any] = {f"{side}_blocks": _all_partial(getattr(mask, f"{side}_blocks")) for side in ("row", "key")}
     return by_group, replace(made, **ends, mask_mod=_within(rows, k.shape[1] - q.shape[1], left, right)), rows
 
 

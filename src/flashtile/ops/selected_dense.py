@@ -92,10 +92,17 @@ def _in_line(x: Tensor) -> bool:
     return x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
+def _checked(t: Tensors, options: Options) -> tuple[Tensors, Problem]:
+    """The tensors with readable strides, and the call's problem; kernels of regular calls may have no such head_dims."""
+    t = REGULAR.readable(t)
+    problem: Problem = REGULAR.problem_of(t, options)
+    return t, problem
+
+
 def _run(lists: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     t, options = REGULAR.unflatten(args)
     _check(t, options)
-    t, _ = REGULAR.planned(t, options)
+    t, _ = _checked(t, options)
     over, settled = _as_cache(t, options)
     given = Selected(lists, None)
     selected.check_lists(over, given)
@@ -120,13 +127,12 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, lists: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
     t, options = REGULAR.unflatten(args)
-    t, call = REGULAR.planned(t, options)
+    t, problem = _checked(t, options)
     over, settled = _as_cache(t, options, out)
     rows, counts = over_cache.rows_of(over, settled, Selected(lists, None))
     k, v = (x.flatten(0, 1) for x in (over.k_cache, over.v_cache))
     q, out, dout = (x.flatten(0, 1) for x in (t.q, out, dout))
     sums, dsums = (None if x is None else x.transpose(1, 2).flatten(0, 1) for x in (lse, dlse))
-    problem: Problem = call.problem
     choices = {"deterministic": options.deterministic} if q.is_cuda else {}  # on CPUs all are
     dq, dk, dv, dsinks = _gradients_of(q.device.type)(
         q, k, v, out, sums, dout, dsums, rows, counts, problem.softmax_scale, options.softcap, t.sinks, **choices
