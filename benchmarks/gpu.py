@@ -38,6 +38,7 @@ _SUITES = {
     "accuracy": (200, "accuracy"),
     "varlen": (100, "varlen"),
     "mods": (600, "mods"),
+    "selected": (900, "selected"),
     "ablations": (150, "run ablations --resume"),
     "fp8": (120, "run fp8 --resume"),
     "train": (400, "train"),
