@@ -9,18 +9,26 @@ counted from a sequence's first; each packed sequence uses the first rows and ke
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flashtile.core.errors import InvalidInputError, shown
+from flashtile.core.errors import InvalidInputError
 from flashtile.core.samples import BySample
-from flashtile.core.sizes import holds
-from flashtile.mods.block_mask import BlockMask, of_selected
+
+if TYPE_CHECKING:
+    from flashtile.api.blocks import selected_blocks
 
 __all__ = ["Intervals", "chunks", "columns", "documents", "prefix", "rows", "selected_blocks"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "selected_blocks":
+        return importlib.import_module("flashtile.api.blocks").selected_blocks
+    raise AttributeError(f"module 'flashtile.masks' has no attribute {name!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,76 +165,16 @@ def chunks(size: int, seqlen: int, *, seqlen_k: int | None = None, device: torch
     return Intervals(_pairs(start, start + size), _pairs(of_key - shift, of_key - shift + size), True)
 
 
-def selected_blocks(
-    indices: Tensor,
-    counts: Tensor | None = None,
-    block_size: int | tuple[int, int] = 64,
-    *,
-    seqlen_q: int | None = None,
-    seqlen_k: int | None = None,
-) -> BlockMask:
-    """Blocks of keys that data have chosen for each block of rows: a ``block_mask`` of ``attention``.
-
-    Rows of block i see the keys of the blocks ``indices[b, h, i]``; ``causal``, windows and lengths cut further. The
-    order in which blocks are named is free. The lists are made on the device, for rows and for keys, which gradients
-    need; nothing waits for it, so CUDA graphs and ``torch.compile`` can follow. Memory grows with ``indices``.
-
-    Args:
-        indices: ``(batch or 1, heads, blocks_q, most)`` int32 or int64, with query heads, key heads or 1 for all:
-            numbers of blocks of keys. A block that is named twice counts once; -1, and what is past the last block,
-            counts for nothing.
-        counts: ``(batch or 1, heads, blocks_q)`` integers: how many of the numbers of each list count, the first ones;
-            by default all.
-        block_size: Rows and keys of a block, or one number for both. A block may have one row: then each row has a list
-            of its own.
-        seqlen_q: Rows of a sequence, by default all of ``blocks_q`` blocks.
-        seqlen_k: Keys of a sequence, by default as many as rows.
-
-    Returns:
-        The mask. It is for these lengths; packed sequences use the first rows and keys of their sample's lists.
-
-    Raises:
-        InvalidInputError: Naming the argument that is wrong.
-
-    Source: Zhang et al. 2025, VSA, arXiv:2505.13389; Lu et al. 2025, MoBA, arXiv:2502.13189; Yuan et al. 2025, NSA,
-    arXiv:2502.11089.
-    """
-    found = _integers("indices", indices)
-    if found.dim() != 4:
-        raise InvalidInputError("indices", f"has {found.dim()} dimensions, must have 4: (batch, heads, blocks_q, most)")
-    sizes = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in sizes):
-        raise InvalidInputError("block_size", f"is {shown(block_size)}, must be a number or two: rows and keys")
-    rows = found.shape[2] * sizes[0] if seqlen_q is None else _length("seqlen_q", seqlen_q)
-    keys = rows if seqlen_k is None else _length("seqlen_k", seqlen_k)
-    if holds(-(-rows // sizes[0]) != found.shape[2]):
-        must = f"must be the {-(-rows // sizes[0])} blocks of {sizes[0]} of seqlen_q {rows}"
-        raise InvalidInputError("indices", f"has lists for {found.shape[2]} blocks of rows, {must}")
-    if counts is not None:
-        given = _integers("counts", counts)
-        if given.device != found.device:
-            raise InvalidInputError("counts", f"is on {given.device}, but indices is on {found.device}")
-        try:
-            given = given.expand(found.shape[:-1])
-        except RuntimeError:
-            must = f"must be {tuple(found.shape[:-1])}, one number for each list of indices"
-            raise InvalidInputError("counts", f"has shape {tuple(given.shape)}, {must}") from None
-        place = torch.arange(found.shape[3], device=found.device, dtype=torch.int32)
-        found = torch.where(place < given[..., None], found, -1)
-    return of_selected(found, (sizes[0], sizes[1]), (rows, keys))
-
-
-def _length(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or holds(value < 0):
-        raise InvalidInputError(name, f"is {shown(value)}, must be an integer >= 0")
-    return value  # type: ignore[return-value]
-
-
 def _integers(name: str, x: object) -> Tensor:
+    return check_integers(name, x).to(torch.int32)
+
+
+def check_integers(name: str, x: object) -> Tensor:
+    """An argument that must be a tensor of int32 or int64; raises InvalidInputError with its name for another."""
     if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
         what = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise InvalidInputError(name, f"is {what}, must be an int32 tensor")
-    return x.to(torch.int32)
+    return x
 
 
 def _pairs(start: Tensor | int, end: Tensor) -> Tensor:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from flashtile.backends.gpu.described import described_quantized, described_tensors
+from flashtile.backends.gpu.launch import Pointer
 from flashtile.backends.portable import BACKEND
 from flashtile.backends.portable import selected_backward as selected
 from flashtile.call.arguments import FLOAT8
 from flashtile.call.backend import Direction
 from flashtile.call.problem import Problem, described, gpu_of
 from flashtile.core.masks import Band
-from flashtile_lab.kernels.build import ARCHS, KernelBuild, kernel_builds
+from flashtile_lab.kernels.build import ARCHS, KernelBuild, build_of, kernel_builds
 
 _FULL, _CAUSAL, _WINDOW = Band(), Band(None, 0), Band(128, 0)
 _WAYS: tuple[Direction, ...] = ("forward", "backward")
@@ -61,8 +62,26 @@ def builds(arch: str) -> list[KernelBuild]:
     if arch == "sm_90a":  # rows that no descriptor can read
         for problem in (_problem(arch, dim, _CAUSAL) for dim in (90, 60, 124)):
             made += [build for way in _WAYS for build in builds_of(problem, way, _MOST_SPILLED)]
-    made += rounding
+    made += rounding + _lists()
     return made + _quantized(arch) if (capability or (0, 0)) >= (8, 9) else made
+
+
+def _lists() -> list[KernelBuild]:
+    """The lists of chosen blocks: by VSA's sizes and by NSA's, with counts; and of more numbers than a tile has."""
+    from flashtile.backends.portable.selected_lists import span_launches
+
+    made = []
+    for sizes, keys, dtype in (
+        ((7, 1713, 64), 1713, torch.int32), ((4, 65536, 16), 1024, torch.int64), ((1, 2048, 2048), 2048, torch.int32)
+    ):  # fmt: skip
+        counts = Pointer(torch.int32, "counts") if dtype == torch.int64 else None
+        _, (launches,) = span_launches(sizes, keys, Pointer(dtype, "indices"), counts)
+        about = {"groups x rows x most": "x".join(map(str, sizes)), "keys": keys, "dtype": str(dtype)[6:]}
+        made += [
+            build_of(launch, name=name, backend="portable", direction="lists", config=about)
+            for name, launch in launches.items()
+        ]
+    return made
 
 
 def _quantized(arch: str) -> list[KernelBuild]:

@@ -1,4 +1,4 @@
-"""``create_block_mask``: which blocks a mask function keeps, found tile by tile on the device."""
+"""``create_block_mask`` and ``selected_blocks``: lists of blocks that a function keeps or data have chosen."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from flashtile.call.arguments import integer
 from flashtile.call.functions import Function
 from flashtile.call.problem import compute_capability
 from flashtile.core.errors import InvalidInputError, shown
+from flashtile.core.sizes import holds
+from flashtile.masks import check_integers
 from flashtile.mods.block_mask import PARTIAL, BlockMask, Entries, listed, of_kinds, with_bits
 from flashtile.mods.graph import parse
 from flashtile.mods.record import lowered
+from flashtile.ops import selected_lists
 from flashtile.ops.lists import has_triton, kinds_of
 
 # Blocks that a launch looks at, a byte each.
@@ -86,6 +89,72 @@ def create_block_mask(
     from flashtile.backends.portable.lists import store_bits
 
     return with_bits(mask, functools.partial(store_bits, function, groups[1], lengths, block_size))
+
+
+def selected_blocks(
+    indices: Tensor,
+    counts: Tensor | None = None,
+    block_size: int | tuple[int, int] = 64,
+    *,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+) -> BlockMask:
+    """Blocks of keys that data have chosen for each block of rows: a ``block_mask`` of ``attention``.
+
+    Rows of block i see the keys of the blocks ``indices[b, h, i]``; ``causal``, windows and lengths cut further. The
+    order in which blocks are named is free. The lists are made on the device, for rows and for keys, which gradients
+    need; nothing waits for it, so CUDA graphs and ``torch.compile`` can follow. Memory grows with ``indices``; GPUs
+    use up to 128 MiB more while they make them.
+
+    Args:
+        indices: ``(batch or 1, heads, blocks_q, most)`` int32 or int64, with query heads, key heads or 1 for all:
+            numbers of blocks of keys. A block that is named twice counts once; -1, and what is past the last block,
+            counts for nothing.
+        counts: ``(batch or 1, heads, blocks_q)`` integers: how many of the numbers of each list count, the first ones;
+            by default all.
+        block_size: Rows and keys of a block, or one number for both. A block may have one row: then each row has a list
+            of its own.
+        seqlen_q: Rows of a sequence, by default all of ``blocks_q`` blocks.
+        seqlen_k: Keys of a sequence, by default as many as rows.
+
+    Returns:
+        The mask. It is for these lengths; packed sequences use the first rows and keys of their sample's lists.
+
+    Raises:
+        InvalidInputError: Naming the argument that is wrong.
+
+    Source: Zhang et al. 2025, VSA, arXiv:2505.13389; Lu et al. 2025, MoBA, arXiv:2502.13189; Yuan et al. 2025, NSA,
+    arXiv:2502.11089.
+    """
+    check_integers("indices", indices)
+    if indices.dim() != 4:
+        must = "must have 4: (batch, heads, blocks_q, most)"
+        raise InvalidInputError("indices", f"has {indices.dim()} dimensions, {must}")
+    sizes = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in sizes):
+        raise InvalidInputError("block_size", f"is {shown(block_size)}, must be a number or two: rows and keys")
+    rows = indices.shape[2] * sizes[0] if seqlen_q is None else _length("seqlen_q", seqlen_q)
+    keys = rows if seqlen_k is None else _length("seqlen_k", seqlen_k)
+    if holds(-(-rows // sizes[0]) != indices.shape[2]):
+        must = f"must be the {-(-rows // sizes[0])} blocks of {sizes[0]} of seqlen_q {rows}"
+        raise InvalidInputError("indices", f"has lists for {indices.shape[2]} blocks of rows, {must}")
+    if counts is not None:
+        check_integers("counts", counts)
+        if counts.device != indices.device:
+            raise InvalidInputError("counts", f"is on {counts.device}, but indices is on {indices.device}")
+        try:
+            counts = counts.expand(indices.shape[:-1])
+        except RuntimeError:
+            must = f"must be {tuple(indices.shape[:-1])}, one number for each list of indices"
+            raise InvalidInputError("counts", f"has shape {tuple(counts.shape)}, {must}") from None
+    by_row, row_items, by_key, key_items = selected_lists.OPERATOR(indices, counts, -(-keys // sizes[1]))
+    return BlockMask(by_row, row_items, by_key, key_items, (sizes[0], sizes[1]), (rows, keys), None)
+
+
+def _length(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or holds(value < 0):
+        raise InvalidInputError(name, f"is {shown(value)}, must be an integer >= 0")
+    return value  # type: ignore[return-value]
 
 
 def _takes_bits(place: torch.device) -> bool:

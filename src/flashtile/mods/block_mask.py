@@ -180,24 +180,33 @@ def _lists(owner: Tensor, item: Tensor, kind: Tensor, shape: tuple[int, int, int
     return torch.stack((starts, stops[..., 0], stops[..., 1]), dim=-1).int(), items
 
 
-def of_selected(indices: Tensor, block_size: tuple[int, int], lengths: tuple[int, int]) -> BlockMask:
-    """The mask that keeps all of the blocks of keys that each block of rows names, in any order.
+def selected_lists(indices: Tensor, counts: Tensor | None, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The lists of a ``BlockMask`` that keeps all of the blocks of keys that each block of rows names, in any order.
 
-    As of ``of_kinds``, no length depends on data.
+    As with ``of_kinds``, no length depends on data. A block that is named again counts once, and what is no block of
+    keys counts for nothing.
 
     Args:
-        indices: ``(B, H, blocks_q, most)`` int32. A block that is named again counts once, and what is no block of keys
-            counts for nothing.
-        block_size: Rows and keys of a block.
-        lengths: Rows and keys of the mask.
+        indices: ``(B, H, blocks_q, most)`` int32 or int64.
+        counts: ``(B, H, blocks_q)`` int32 or int64: how many of each list's numbers count, the first ones; None for
+            all.
+        keys: Blocks of keys.
+
+    Returns:
+        row_blocks, row_items, key_blocks and key_items. The list of rows n has its place at ``n * most`` of row_items,
+        which has ``keys`` at places without a block. The lists of a group's keys follow one another from the place of
+        the group's first row in key_items; what the places between a group's last list and the next group contain
+        says nothing.
     """
     *shape, most = indices.shape
-    groups, rows, keys = shape[0] * shape[1], shape[2], -(-lengths[1] // block_size[1])
+    groups, rows, device = shape[0] * shape[1], shape[2], indices.device
+    is_block = (indices >= 0) & (indices < keys)
+    if counts is not None:
+        is_block &= torch.arange(most, device=device) < counts[..., None]
     # ``keys`` stands for no block: it sorts last.
-    found = torch.where((indices >= 0) & (indices < keys), indices, keys).sort(dim=-1).values
+    found = torch.where(is_block, indices, keys).int().sort(dim=-1).values
     is_again = found[..., 1:] == found[..., :-1]
     found = torch.cat((found[..., :1], found[..., 1:].masked_fill(is_again, keys)), -1).sort(dim=-1).values
-    device = indices.device
     start = (torch.arange(groups * rows, device=device) * most).view(shape)
     stop = start + (found < keys).sum(-1)
     row_blocks = torch.stack((start, start, stop), dim=-1).int()
@@ -209,8 +218,10 @@ def of_selected(indices: Tensor, block_size: tuple[int, int], lengths: tuple[int
     bounds = torch.searchsorted(by_key, firsts.expand(*shape[:2], -1).contiguous())
     bounds = bounds + (torch.arange(groups, device=device) * (rows * most)).view(*shape[:2], 1)
     key_blocks = torch.stack((bounds[..., :-1], bounds[..., :-1], bounds[..., 1:]), dim=-1).int()
-    items = [x.int().flatten() if x.numel() else indices.new_zeros(1) for x in (found, by_key % max(rows, 1))]
-    return BlockMask(row_blocks, items[0], key_blocks, items[1], block_size, lengths, None)
+    items = [
+        x.int().flatten() if x.numel() else x.new_zeros(1, dtype=torch.int32) for x in (found, by_key % max(rows, 1))
+    ]
+    return row_blocks, items[0], key_blocks, items[1]
 
 
 def of_kinds(

@@ -229,6 +229,7 @@ def test_builds_name_every_argument_once(arch: str) -> None:
         "attention_forward", "prepare_rows", "attention_backward_dkdv", "attention_backward_dk",
         "attention_backward_dv", "attention_backward_dq", "attention_backward_dbias", "cache_append",
         "cache_attention", "mean_of_keys", "sum_keys", "interval_bounds", "interval_bounds_dkdv", "interval_bounds_dq",
+        "row_lists", "count_rows", "key_lists",
         *(f"{what}_{name}" for what in ("largest", "quantize") for name in "qkv"),
         "sum_gqa_splits_dk", "sum_gqa_splits_dv", *(f"attention_second_{each}" for each in ("rows", "dq", "dkdv")),
         *(f"selected_backward{each}" for each in ("", "_joined", "_shares")), "sum_selected_dk", "sum_selected_dv",
