@@ -85,6 +85,13 @@ def test_views_and_numbers_of_64_bits() -> None:
     same_lists(chosen(1, 2, 33, 8, 20)[:, 1:, 1:, 3:], None, 20)
 
 
+def test_the_first_item_is_a_block_without_any_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda *size, **given: torch.full(size, 10**9, **given))
+    got = kernels.selected_lists(torch.full((1, 2, 3, 2), -1), None, 4)
+    assert (got[0][..., 2] == got[0][..., 0]).all() and (got[2][..., 2] == got[2][..., 0]).all()
+    assert got[3][0] == 0 and (got[1] == 4).all()
+
+
 def test_what_no_kernel_takes() -> None:
     assert kernels.why_not(torch.zeros(1, 1, 4, 0), 5)
     assert kernels.why_not(torch.zeros(1, 1, 4, 5), 0)

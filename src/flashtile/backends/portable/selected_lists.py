@@ -178,7 +178,7 @@ def span_launches(
             "row_lists": Launch(
                 _kernels.row_lists, -(-chosen.lists // chosen.LISTS), {**arguments, "written": lists[0]}, by_rows
             ),
-            "count_rows": Launch(_kernels.count_rows, programs, arguments, options),
+            "count_rows": Launch(_kernels.count_rows, programs, {**arguments, "written": lists[1]}, options),
             "key_lists": Launch(_kernels.key_lists, programs, {**arguments, "written": lists[1]}, options),
         })  # fmt: skip
     return groups * span * stride, spans

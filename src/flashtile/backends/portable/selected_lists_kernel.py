@@ -66,8 +66,11 @@ def load_words(bits, group, key, first):
 
 
 @triton.jit
-def count_rows(chosen, bits):
-    """Stores how many rows name each of KEYS keys of a group."""
+def count_rows(chosen, bits, written):
+    """Stores how many rows name each of KEYS keys of a group.
+
+    The first item is a block even if no list has it: kernels read it where a list is empty, and use it for nothing.
+    """
     KEYS: tl.constexpr = bits.KEYS
     chunks = (bits.keys + KEYS - 1) // KEYS
     group, key = tl.program_id(0) // chunks, tl.program_id(0) % chunks * KEYS + tl.arange(0, KEYS)
@@ -76,6 +79,8 @@ def count_rows(chosen, bits):
         count += ones(load_words(bits, group, key, first))
     at = bits.totals + tl.cast(group, tl.int64) * chosen.keys + bits.first + key
     tl.store(at, tl.sum(count, 1), mask=key < bits.keys)
+    if (tl.program_id(0) == 0) & (bits.first == 0):
+        tl.store(written.items, 0)
 
 
 @triton.jit
