@@ -12,7 +12,8 @@ from torch import Tensor
 import flashtile
 from flashtile import InvalidInputError
 from flashtile.api import lists_of_rows
-from flashtile.call.arguments import Tensors
+from flashtile.api.keywords import Asked
+from flashtile.call.arguments import Options, Plain, Tensors
 from flashtile.masks import selected_blocks
 from tests.selected import ANY, drawn, exact, judge, kept_pairs
 from tests.slow import slow_but
@@ -88,26 +89,33 @@ def test_heads_of_a_group_as_rows_of_a_block(rows: int, group: int, band: dict[s
     )
     indices = torch.randint(-1, 5, (2, 2, -(-40 // rows), 3), generator=draw)
     mask = selected_blocks(indices, block_size=(rows, 16), seqlen_q=40, seqlen_k=70)
-    given = {"causal": False, "window_size": None, **band}
-    want = flashtile.attention(q, k, v, block_mask=mask, return_lse=True, return_max_scores=True, **given)
-    found = lists_of_rows.attend(flashtile.attention, mask, Tensors(q, k, v), given, True, True)
+    want = flashtile.attention(q, k, v, block_mask=mask, return_lse=True, return_max_scores=True, **band)
+    asked = Asked(return_lse=True, plain=Plain(return_max_scores=True), **band)
+    found = lists_of_rows.attend(flashtile.attention, mask, Tensors(q, k, v), asked)
     dout = torch.randn(want[0].shape, generator=draw, dtype=torch.float64)
     for a, b in zip(want, found, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
     for a, b in zip(*(torch.autograd.grad(x[0], (q, k, v), dout) for x in (want, found)), strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
-    made = lists_of_rows.folded(mask, q, k, flashtile.call.arguments.Options())
+    made = lists_of_rows.folded(mask, q, k, Options())
     assert made[1].block_size[0] % 16 == 0 and made[0].shape == (2, 40 * made[2], 2, 8)
 
 
 def test_only_plain_calls_on_gpus_with_lists_of_groups_are_folded() -> None:
     t = Tensors(*(torch.empty(1, 32, h, 16, device="meta") for h in (8, 2, 2)))
     small = selected_blocks(torch.zeros(1, 2, 32, 1, dtype=torch.int32), block_size=(1, 16))
-    assert lists_of_rows.folds(small, t)
-    assert not lists_of_rows.folds(small, Tensors(*(torch.empty(1, 32, h, 16) for h in (8, 2, 2))))
+    assert lists_of_rows.folds(small, t, Asked(causal=True))
+    for asked in (
+        Asked(plain=Plain(dropout_p=0.1)), Asked(plain=Plain(attention_chunk=4)), Asked(precision="fp8"),
+        Asked(functions=(None, lambda b, h, i, j: i >= j)),
+    ):  # fmt: skip
+        assert not lists_of_rows.folds(small, t, asked)
+    assert not lists_of_rows.folds(small, replace(t, sinks=torch.empty(8, device="meta")), Asked())
+    assert not lists_of_rows.folds(small, Tensors(*(torch.empty(1, 32, h, 16) for h in (8, 2, 2))), Asked())
     by_head = selected_blocks(torch.zeros(1, 8, 32, 1, dtype=torch.int32), block_size=(1, 16))
-    assert not lists_of_rows.folds(by_head, t)
-    assert not lists_of_rows.folds(replace(small, mask_mod=lambda b, h, i, j: i >= j), t)
+    whole = selected_blocks(torch.zeros(1, 2, 2, 1, dtype=torch.int32), block_size=16)
+    for mask in (by_head, whole, replace(small, mask_mod=lambda b, h, i, j: i >= j)):
+        assert not lists_of_rows.folds(mask, t, Asked())
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def builds(arch: str) -> list[KernelBuild]:
 
 
 def _function_builds() -> list[KernelBuild]:
-    """Users' functions that gather by pair, have a slope, mask documents; lists of 128 with bits and functions, of 64."""
+    """Users' functions that gather by pair, have a slope, mask documents; lists of 128, with bits, and of 64."""
     documents, tree = library.documents(torch.zeros(64, dtype=torch.int32)), library.tree([-1, 0, 1, 1])
     table, image, packed = library.relative(torch.zeros(8, 65)), library.neighbourhood_2d(128, 6), {"varlen": True}
     causal, lists, small = (_CAUSAL, ()), (_FULL, (128, 128)), (64, 64)

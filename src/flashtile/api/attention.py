@@ -180,18 +180,14 @@ def attention(
     masked, mirrored, listed = _NOT_MASKED
     if block_mask is not None:
         masked, mirrored, listed, mask_mod = masked_by(block_mask, mask_mod, q, k)
-        if listed and listed[0] % lists_of_rows.LEAST:
-            of_rows = alibi_slopes, attn_mask, attn_bias, sinks, score_mod, mask_mod, precision, attention_chunk
-            if all(x is None for x in of_rows) and not dropout_p and lists_of_rows.folds(block_mask, alone):
-                own = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap,
-                       "deterministic": deterministic, "backend": backend}  # fmt: skip
-                return lists_of_rows.attend(attention, block_mask, alone, own, return_lse, return_max_scores)
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, **masked)  # type: ignore[arg-type]
     numbers = softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk
     plain = Plain(*numbers, mirrored, listed, return_max_scores, False)
-    if not (precision is None and score_mod is None and mask_mod is None) or isinstance(q, Quantized):
+    if listed or not (precision is None and score_mod is None and mask_mod is None) or isinstance(q, Quantized):
         others = False, (None, None), (score_mod, mask_mod)
-        return _less_common(tensors, Asked(precision, causal, window_size, return_lse, plain, *others))
+        return _less_common(
+            tensors, Asked(precision, causal, window_size, return_lse, plain, *others), None, block_mask
+        )
     options = read(tensors, causal, window_size, return_lse, plain)
     is_usual = (window_size is None or type(window_size) is tuple) and not return_max_scores
     if is_usual and not options.dropout_p and not _is_compiling():
@@ -326,8 +322,13 @@ def attention_varlen(
     return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse, out)
 
 
-def _less_common(tensors: Tensors, asked: Asked, out: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
-    """A call in 8 bits, or with functions of the user's."""
+def _less_common(
+    tensors: Tensors, asked: Asked, out: Tensor | None = None, block_mask: object = None
+) -> Tensor | tuple[Tensor, ...]:
+    """A call in 8 bits, with functions of the user's, or with lists of blocks."""
+    if asked.plain.listed and block_mask is not None and lists_of_rows.folds(block_mask, tensors, asked):
+        of_groups: Tensor | tuple[Tensor, ...] = lists_of_rows.attend(attention, block_mask, tensors, asked)
+        return of_groups
     if asked.precision is not None or isinstance(tensors.q, Quantized):
         if out is not None:
             raise InvalidInputError("out", "is given, but calls in 8 bits make their own")

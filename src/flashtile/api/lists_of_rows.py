@@ -7,7 +7,7 @@ row for each head of its group. Its queries are copied, and so is its output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flashtile.call.arguments import Options, Plain, Tensors, read
+from flashtile.api.keywords import Asked
+from flashtile.call.arguments import Options, Tensors
 from flashtile.mods.block_mask import BlockMask
 from flashtile.mods.converted import lists_of
 
@@ -23,36 +24,34 @@ from flashtile.mods.converted import lists_of
 LEAST = 16
 
 
-def folds(block_mask: object, t: Tensors) -> bool:
+def folds(block_mask: object, t: Tensors, asked: Asked) -> bool:
     """Whether a dense call on a GPU, of plain scores, has lists for too few rows that groups of heads share."""
-    mask, q, k = lists_of(block_mask), t.q, t.k
-    if q.device.type == "cpu" or q.dim() != 4 or k.dim() != 4 or mask.mask_mod is not None:
+    mask, q, k, plain = lists_of(block_mask), t.q, t.k, asked.plain
+    if mask.block_size[0] % LEAST == 0 or mask.mask_mod is not None or q.device.type == "cpu":
         return False
-    return mask.row_blocks.shape[1] in (1, k.shape[2]) and k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
+    given = t.alibi_slopes, t.attn_mask, t.attn_bias, t.sinks, asked.precision, plain.attention_chunk, *asked.functions
+    if any(x is not None for x in given) or plain.dropout_p or q.dim() != 4 or k.dim() != 4 or not k.shape[2]:
+        return False
+    return mask.row_blocks.shape[1] in (1, k.shape[2]) and q.shape[2] % k.shape[2] == 0
 
 
-def attend(
-    attention: Callable[..., Any], block_mask: object, t: Tensors, keywords: Mapping[str, Any], return_lse: bool,
-    return_max_scores: bool,
-) -> Any:  # fmt: skip
+def attend(attention: Callable[..., Any], block_mask: object, t: Tensors, asked: Asked) -> Any:
     """The call, by one of key heads.
 
     Args:
         attention: The public function.
-        block_mask: The lists.
-        t: The call's q, k and v.
-        keywords: Its other keywords, but for those that follow.
-        return_lse: As there.
-        return_max_scores: As there.
+        block_mask: The call's lists.
+        t: Its tensors.
+        asked: What else it is.
     """
-    group = t.q.shape[2] // t.k.shape[2]
-    options = read(t, keywords["causal"], keywords["window_size"], False, Plain())
-    others = {name: x for name, x in keywords.items() if name not in ("causal", "window_size")}
-    q, mask, rows = folded(lists_of(block_mask), t.q, t.k, options)
+    group, plain = t.q.shape[2] // t.k.shape[2], asked.plain
+    q, mask, rows = folded(lists_of(block_mask), t.q, t.k, asked.read(t))
     found = attention(
-        q, t.k, t.v, block_mask=mask, return_lse=return_lse, return_max_scores=return_max_scores, **others
-    )
-    if not (return_lse or return_max_scores):
+        q, t.k, t.v, block_mask=mask, softmax_scale=plain.softmax_scale, softcap=plain.softcap,
+        deterministic=plain.deterministic, backend=plain.backend, return_lse=asked.return_lse,
+        return_max_scores=plain.return_max_scores,
+    )  # fmt: skip
+    if not (asked.return_lse or plain.return_max_scores):
         return _out_of(found, rows, group)
     return _out_of(found[0], rows, group), *(_numbers_of(x, rows, group) for x in found[1:])
 
@@ -66,7 +65,7 @@ def folded(mask: BlockMask, q: Tensor, k: Tensor, options: Options) -> tuple[Ten
         mask: The lists.
         q: ``(batch, seqlen_q, num_heads_q, head_dim)``, made into ``(batch, seqlen_q * rows, num_heads_kv, head_dim)``.
         k: The keys.
-        options: The call's, of which the band is read.
+        options: The call's, for its band.
     """
     rows = q.shape[2] // k.shape[2]
     while rows * mask.block_size[0] % LEAST:

@@ -17,8 +17,7 @@ from flashtile.core import settings
 from flashtile.ops.cached import CACHED, split
 from flashtile.ops.operation import is_watched
 
-
-# Queries of one launch: kernels look at the keys of all sequences of a call, to divide them, and here each query is one.
+# Queries of one launch: kernels look at the keys of all sequences of a call to divide them, and here each is a query.
 _MOST_AT_ONCE = 1024
 
 

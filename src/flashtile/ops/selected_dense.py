@@ -93,7 +93,7 @@ def _in_line(x: Tensor) -> bool:
 
 
 def _checked(t: Tensors, options: Options) -> tuple[Tensors, Problem]:
-    """The tensors with readable strides, and the call's problem; kernels of regular calls may have no such head_dims."""
+    """The tensors with readable strides, and the problem; kernels of regular calls may have no such head_dims."""
     t = REGULAR.readable(t)
     problem: Problem = REGULAR.problem_of(t, options)
     return t, problem

@@ -257,7 +257,7 @@ class RowTiles(ForwardTiles):
 
 
 def rows_tiles(problem: Problem) -> RowTiles:
-    """Those of a call that is ``ALONE``."""
+    """The tiles of a call that is ``ALONE``."""
     width = width_of_tiles(max(problem.head_dim, problem.head_dim_v))
     cols = min(narrowest(width), 64)
     return RowTiles(block_d=width, block_dv=width, out_cols=cols, stages=4 if width == 64 else 2)

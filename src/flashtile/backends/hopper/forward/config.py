@@ -314,9 +314,7 @@ def choose(
         score_bytes = (bias_bytes + problem.mask, 0) if score_bytes is None else score_bytes
         pingpong = dims == (256, 256) and score_bytes[0] >= bias_bytes > 0
         config = _variant(two_warpgroups(*dims, block_n, score_bytes), pingpong=pingpong)
-    if any(n % 128 for n in problem.listed[:2]):
-        # Rows of one list only share a tile.
-        config = one_warpgroup(*dims) if problem.listed[0] % 128 else two_warpgroups(*dims, 64)
+    config = _of_small_blocks(problem, dims) or config
     is_causal, has_left = problem.band.right is not None, problem.band.left is not None or problem.intervals
     is_listed, is_short, ways = problem.listed != (), problem.seqlen_q <= SHORT, []
     if dims == (64, 64):
@@ -364,6 +362,13 @@ def choose(
         if config.shared_bytes + 40 * config.block_n > SHARED_BYTES:
             config = _variant(config, out_cols=min(config.out_cols, out_cols), out_stages=1)
     return config
+
+
+def _of_small_blocks(problem: Problem, dims: tuple[int, int]) -> ForwardTiles | None:
+    """The configuration for lists of blocks that 128 does not divide, where rows of one list share a tile; or None."""
+    if not any(n % 128 for n in problem.listed[:2]):
+        return None
+    return one_warpgroup(*dims) if problem.listed[0] % 128 else two_warpgroups(*dims, 64)
 
 
 def _two_warpgroups_of(problem: Problem, dims: tuple[int, int]) -> ForwardTiles:
