@@ -85,6 +85,16 @@ def drawn(
     )  # fmt: skip
 
 
+def dense_inputs(call: SelectedCall) -> tuple[Tensor, ...]:
+    """Random inputs of as many sequences as a call has, all of the longest length."""
+    draw = torch.Generator().manual_seed(1)
+    (rows, keys), batch = call.longest, len(call.lengths)
+    return tuple(
+        torch.randn(batch * n, *x.shape[1:], generator=draw).to(x.dtype)
+        for x, n in zip(call.inputs, (rows, keys, keys, rows), strict=True)
+    )
+
+
 def kept_pairs(call: SelectedCall) -> Tensor:
     """What lists keep, ``(batch or 1, heads or 1, rows, keys)`` bool."""
     (of_rows, of_keys), (rows, keys), found = call.block_size, call.longest, call.indices.long()

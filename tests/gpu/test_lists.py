@@ -18,6 +18,8 @@ from tests.cases import Case, judge
 from tests.mods.calls import store_bits, stored_bits, with_functions
 from tests.mods.functions import MASKS, Sizes
 from tests.poison import poisoned_memory
+from tests.selected import OF_HOPPER, OF_PORTABLE, dense_inputs, drawn
+from tests.selected import judge as judge_selected
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NEEDS_BITS = pytest.mark.skipif(
@@ -56,6 +58,27 @@ def test_lists(number: int, kind: int, backend: str) -> None:
     dtype, seed = (torch.bfloat16, torch.float16)[(number + kind) % 2], 2 * kind + (case.kv_heads == case.heads)
     call = with_functions(case, score, mask, dtype, seed, frozen=True, listed=listed, device="cuda")
     judge(call if mask != "nothing" else call.wanting(["v"]), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(150))
+def test_random_blocks_that_data_select(seed: int, backend: str) -> None:
+    sizes = OF_HOPPER if backend == "hopper" else OF_PORTABLE
+    call = drawn(seed, sizes, (torch.float16, torch.bfloat16), 700, (64, 128, 96, 40))
+    if backend == "hopper" and not any(n % 128 for n in call.block_size):
+        call = replace(call, deterministic=False)  # which these lists refuse
+    with poisoned_memory():
+        judge_selected(call, "cuda", backend)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_lists_of_single_rows(seed: int) -> None:
+    call = drawn(seed, ((1, 64), (3, 16)), (torch.float16, torch.bfloat16), 300, (64, 128))
+    if call.indices.shape[1] not in (1, call.heads[1]):
+        call = replace(call, indices=call.indices[:, : call.heads[1]], counts=None)
+    judge_selected(
+        replace(call, packed=False, lengths=[call.longest] * len(call.lengths), inputs=dense_inputs(call)), "cuda"
+    )
 
 
 @pytest.mark.parametrize("learned", ["by_distance", "read_twice", "graphormer"])
