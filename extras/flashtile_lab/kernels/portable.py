@@ -126,7 +126,7 @@ def _second_builds(arch: str) -> list[KernelBuild]:
 
 
 def selected_builds(arch: str) -> list[KernelBuild]:
-    """The gradients over selected keys: of latent rows, joined or by shares, of 8 heads, and of separate values."""
+    """The gradients over selected keys: of latent rows, of 8 heads, and of separate values; added up or by shares."""
     made = []
     for name, heads, dims in (("latent", 128, (576, 512)), ("few", 8, (576, 512)), ("separate", 32, (128, 128))):
         problem = _problem(arch, dims[0], _FULL, head_dim_v=dims[1], num_heads_q=heads, num_heads_kv=1)

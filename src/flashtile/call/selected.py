@@ -64,6 +64,33 @@ class Selected(NamedTuple):
         return found
 
 
+class SelectedInputs(NamedTuple):
+    """What the gradients of a call over selected keys are made from; queries, and rows, are one after another.
+
+    Attributes:
+        q: ``(queries, num_heads_q, head_dim)``, a float dtype, with any strides, as all of these.
+        k: ``(rows, num_heads_kv, head_dim)``, like q.
+        v: ``(rows, num_heads_kv, head_dim_v)``, like q; it may be k's first columns.
+        out: ``(queries, num_heads_q, head_dim_v)``, the forward's output.
+        lse: ``(queries, num_heads_q)`` float32, float64 for float64 inputs; natural log, sinks included, -inf for a
+            query without keys.
+        dout: The gradient of out, in its shape.
+        dlse: The gradient of lse, in its shape, or None.
+        slots: ``(queries, most)`` int32, rows of k and v that each query sees, from the front; the rest is not used.
+        counts: ``(queries,)`` int32, how many these are.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    slots: Tensor
+    counts: Tensor
+
+
 class Reach(NamedTuple):
     """Which positions named in its list a query sees, besides lengths.
 

@@ -18,7 +18,7 @@ from flashtile.call.arguments import GRADIENTS, Options, Tensors, check_tensor, 
 from flashtile.call.cached_arguments import CacheOptions, CacheTensors
 from flashtile.call.latent import are_first_columns
 from flashtile.call.problem import Problem
-from flashtile.call.selected import Selected
+from flashtile.call.selected import Selected, SelectedInputs
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.core.states import without_max_scores
@@ -132,11 +132,10 @@ def _backward(
     rows, counts = over_cache.rows_of(over, settled, Selected(lists, None))
     k, v = (x.flatten(0, 1) for x in (over.k_cache, over.v_cache))
     q, out, dout = (x.flatten(0, 1) for x in (t.q, out, dout))
-    sums, dsums = (None if x is None else x.transpose(1, 2).flatten(0, 1) for x in (lse, dlse))
+    sums, dsums = lse.mT.flatten(0, 1), None if dlse is None else dlse.mT.flatten(0, 1)
     choices = {"deterministic": options.deterministic} if q.is_cuda else {}  # on CPUs all are
-    dq, dk, dv, dsinks = _gradients_of(q.device.type)(
-        q, k, v, out, sums, dout, dsums, rows, counts, problem.softmax_scale, options.softcap, t.sinks, **choices
-    )
+    given = SelectedInputs(q, k, v, out, sums, dout, dsums, rows, counts)
+    dq, dk, dv, dsinks = _gradients_of(q.device.type)(given, problem.softmax_scale, options.softcap, t.sinks, **choices)
     found = dict(zip(GRADIENTS.values(), (dq, dk, dv, None, dsinks), strict=True))
     return tuple(
         x.view(like.shape) if wanted and x is not None and like is not None else out.new_empty(0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile.backends.portable import selected_backward
 from flashtile.backends.portable.selected_backward import gradients
-from flashtile.core.errors import InvalidInputError
+from flashtile.call.selected import SelectedInputs
 
 ROWS, MOST, SCALE = 40, 33, 0.2
 COUNTS = (0, 33, 1, 5, 20)
@@ -96,12 +96,8 @@ def expected(t: Given, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
 def found(t: Given, **options: Any) -> list[Tensor | None]:
     out, lse, _ = expected(t)
     v = t.k[..., : t.dout.shape[-1]] if t.v is None else t.v
-    return list(
-        gradients(
-            t.q, t.k, v, out.to(t.q.dtype), lse.float(), t.dout, t.dlse, t.slots, t.counts, SCALE, t.softcap, t.sinks,
-            **options,
-        )
-    )  # fmt: skip
+    inputs = SelectedInputs(t.q, t.k, v, out.to(t.q.dtype), lse.float(), t.dout, t.dlse, t.slots, t.counts)
+    return list(gradients(inputs, SCALE, t.softcap, t.sinks, **options))
 
 
 def judge(given: list[Tensor | None], wanted: list[Tensor], most: float = 1e-5) -> None:
@@ -132,22 +128,6 @@ def test_latent_rows(deterministic: bool) -> None:
     judge(found(t, deterministic=deterministic), expected(t)[2])
 
 
-@pytest.mark.parametrize("dims", [(576, 512), (64, 64), (80, 48)])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_joined(dims: tuple[int, int], deterministic: bool) -> None:
-    t = make((4, 1), dims, counts=(0, 5, 20), is_part=True, softcap=2.0)
-    dq, dk, dv = expected(t)[2]
-    dk[..., : dims[1]] += dv
-    given = found(t, deterministic=deterministic, joined=True)
-    assert given[2] is given[3] is None
-    judge(given, [dq, dk])
-
-
-def test_joined_of_other_tensors_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="joined: is True, but v is not the first columns of k"):
-        found(make(), joined=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits_err_no_more_than_twice_as_pytorch(dtype: torch.dtype) -> None:
     t = make((16, 1), (64, 64), is_part=True, dtype=dtype)
@@ -171,12 +151,11 @@ def test_rows_in_no_list_stay_out() -> None:
     out, lse, _ = expected(t)
     assert t.v is not None
     t.k[0], t.v[0] = torch.nan, torch.inf
+    inputs = SelectedInputs(t.q, t.k, t.v, out.float(), lse.float(), t.dout, None, t.slots, t.counts)
     for deterministic in (False, True):
-        given = gradients(
-            t.q, t.k, t.v, out.float(), lse.float(), t.dout, None, t.slots, t.counts, SCALE, 0.0, t.sinks, deterministic
-        )
+        given = gradients(inputs, SCALE, 0.0, t.sinks, deterministic)
         judge(list(given), wanted)
-        assert given[1] is not None and (given[1][0] == 0).all()
+        assert (given[1][0] == 0).all()
 
 
 def test_strides() -> None:
@@ -187,25 +166,21 @@ def test_strides() -> None:
     out, lse, wanted = expected(t)
     wide = torch.full((ROWS, 2, 112), torch.nan)
     wide[..., :64], wide[..., 72:104] = t.k, t.v
-    given = gradients(
+    inputs = SelectedInputs(
         t.q.transpose(0, 1).contiguous().transpose(0, 1), wide[..., :64], wide[..., 72:104],
         out.float().transpose(0, 1).contiguous().transpose(0, 1), lse.float().t().contiguous().t(),
-        torch.ones(()).expand(t.dout.shape), t.dlse.t().contiguous().t(), t.slots, t.counts, SCALE,
+        torch.ones(()).expand(t.dout.shape), t.dlse.t().contiguous().t(), t.slots, t.counts,
     )  # fmt: skip
-    judge(list(given), wanted)
+    judge(list(gradients(inputs, SCALE)), wanted)
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_deterministic_has_the_same_bits_each_run_and_by_any_part(
-    joined: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deterministic_has_the_same_bits_each_run_and_by_any_part(monkeypatch: pytest.MonkeyPatch) -> None:
     t = make((20, 1), (64, 64), is_part=True, counts=(5, 0, 20, 33, 12, 33))
-    first, again = (found(t, deterministic=True, joined=joined) for _ in range(2))
-    dq, dk, dv = expected(t)[2]
-    judge(first, [dq, dk + dv] if joined else [dq, dk, dv])
+    first, again = (found(t, deterministic=True) for _ in range(2))
+    judge(first, expected(t)[2])
     # Two queries at a time.
-    monkeypatch.setattr(selected_backward, "_SHARES", 2 * MOST * 2 * 64 * (1 if joined else 2) * 4)
-    parts = found(t, deterministic=True, joined=joined)
+    monkeypatch.setattr(selected_backward, "_SHARES", 2 * MOST * 2 * 64 * 2 * 4)
+    parts = found(t, deterministic=True)
     for x, y, z in zip(first, again, parts, strict=True):
         if x is not None:
             assert y is not None and torch.equal(x, y)
@@ -217,8 +192,8 @@ def test_no_keys(counts: tuple[int, ...]) -> None:
     t = make((4, 1), counts=counts) if counts else make()._replace(counts=torch.zeros(5, dtype=torch.int32))
     for deterministic in (False, True):
         assert all(x is None or (x == 0).all() for x in found(t, deterministic=deterministic))
-    no_places = t._replace(slots=t.slots[:, :0])
     zeros = [torch.zeros_like(t.dout), torch.full(t.dout.shape[:2], -torch.inf)]
     assert t.v is not None
-    given = gradients(t.q, t.k, t.v, *zeros, t.dout, None, no_places.slots, t.counts * 0, SCALE)
-    assert given[3] is None and all(x is not None and (x == 0).all() for x in given[:3])
+    inputs = SelectedInputs(t.q, t.k, t.v, *zeros, t.dout, None, t.slots[:, :0], t.counts * 0)
+    dq, dk, dv, dsinks = gradients(inputs, SCALE)
+    assert dsinks is None and all((x == 0).all() for x in (dq, dk, dv))

@@ -232,7 +232,7 @@ def test_builds_name_every_argument_once(arch: str) -> None:
         "row_lists", "count_rows", "key_lists",
         *(f"{what}_{name}" for what in ("largest", "quantize") for name in "qkv"),
         "sum_gqa_splits_dk", "sum_gqa_splits_dv", *(f"attention_second_{each}" for each in ("rows", "dq", "dkdv")),
-        *(f"selected_backward{each}" for each in ("", "_joined", "_shares")), "sum_selected_dk", "sum_selected_dv",
+        "selected_backward", "selected_backward_shares", "sum_selected_dk", "sum_selected_dv",
     }  # fmt: skip
     for record in records:
         names = leaf_names(record.tree)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtile.call.selected import SelectedInputs
 from flashtile.core.states import sinks_gradient
 
 # Numbers of gathered keys and values that are held at once.
@@ -13,38 +14,20 @@ _MOST_NUMBERS = 2**24
 
 @torch.no_grad()
 def gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    slots: Tensor,
-    counts: Tensor,
-    softmax_scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    given: SelectedInputs, softmax_scale: float, softcap: float = 0.0, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and the sinks; the same bits in each run.
 
     Args:
-        q: ``(queries, num_heads_q, head_dim)``, any float dtype.
-        k: ``(rows, num_heads_kv, head_dim)``.
-        v: ``(rows, num_heads_kv, head_dim_v)``.
-        out: ``(queries, num_heads_q, head_dim_v)``, the forward's output.
-        lse: ``(queries, num_heads_q)`` float32, float64 for float64 inputs; natural log, sinks included.
-        dout: The gradient of out.
-        dlse: The gradient of lse, or None.
-        slots: ``(queries, most)`` int32, the rows that each query sees, from the front; the rest is not used.
-        counts: ``(queries,)`` int32, how many these are.
+        given: The tensors, any float dtype.
         softmax_scale: Factor of the scores.
-        softcap: As of ``flashtile.attention``.
+        softcap: As of ``flashtile.attention``; 0 for none.
         sinks: ``(num_heads_q,)``, or None.
 
     Returns:
         dq, dk, dv and dsinks, or None without sinks; each in the dtype and shape of its tensor.
     """
+    q, k, v, out, lse, dout, dlse, slots, counts = given
     wide, (queries, heads, dim) = torch.promote_types(q.dtype, torch.float32), q.shape
     kv_heads, dim_v, most = k.shape[1], v.shape[-1], slots.shape[1]
     dq, dk, dv = (x.new_zeros(x.shape, dtype=kind) for x, kind in ((q, q.dtype), (k, wide), (v, wide)))

@@ -14,7 +14,8 @@ from flashtile.backends.gpu.named import device_code
 from flashtile.backends.portable.config import SHARED_BYTES, PortableTiles, arch_of, padded
 from flashtile.backends.portable.records import input_precision
 from flashtile.call.problem import Problem, compute_capability, described
-from flashtile.core.errors import InvalidInputError, UnsupportedError
+from flashtile.call.selected import SelectedInputs
+from flashtile.core.errors import UnsupportedError
 
 _kernels = device_code("flashtile.backends.portable.selected_backward_kernel")
 # Columns of a part of a tile, at most. With parts of 128 a tile of 64 heads spills more than twice as many numbers.
@@ -58,7 +59,7 @@ class KeySums(NamedTuple):
     """Sums of keys, or shares of them: contiguous (rows, DIM) float32.
 
     Attributes:
-        ptr: Address of the first element, or None.
+        ptr: Address of the first element.
         DIM: Columns.
         BLOCK_DIM: The power of two that holds them.
     """
@@ -132,32 +133,6 @@ class SelectedSizes(NamedTuple):
     ADDS: Any
 
 
-class SelectedInputs(NamedTuple):
-    """The tensors of a call as kernels read them, under the names that launches have.
-
-    Attributes:
-        q: (queries, heads, head_dim).
-        k: (rows, key heads, head_dim).
-        v: (rows, key heads, head_dim_v).
-        out: (queries, heads, head_dim_v).
-        lse: (queries, heads) float32.
-        dout: Like out.
-        dlse: Like lse, or None.
-        slots: (queries, most) int32, contiguous.
-        counts: (queries,) int32, contiguous.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-    dlse: Tensor | None
-    slots: Tensor
-    counts: Tensor
-
-
 class SelectedOptions(NamedTuple):
     """What a call asks for, and where.
 
@@ -165,83 +140,58 @@ class SelectedOptions(NamedTuple):
         where: What ``described`` makes of the device, compute capability and dtype, which tiles depend on.
         softmax_scale: The factor of products.
         softcap: The softcap, 0 for none.
-        joined: Whether dk is to have the gradient of v too, for rows that are read once.
     """
 
     where: Problem
     softmax_scale: float
     softcap: float
-    joined: bool
 
 
 def gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    slots: Tensor,
-    counts: Tensor,
+    given: SelectedInputs,
     softmax_scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     deterministic: bool = False,
-    joined: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and the sinks.
 
     Args:
-        q: (queries, heads, head_dim) float16, bfloat16 or float32, of any strides with contiguous rows, as are k and v.
-        k: (rows, key heads, head_dim).
-        v: (rows, key heads, head_dim_v); if it is k's first columns, rows are read once.
-        out: (queries, heads, head_dim_v), the forward's output.
-        lse: (queries, heads) float32, its log-sum-exp, with the sinks; -inf for a query without keys.
-        dout: Gradient of out.
-        dlse: Gradient of lse, or None.
-        slots: (queries, most) int32, the rows of k and v of each query's keys, from the front; the rest is not read.
-        counts: (queries,) int32, how many keys each query has.
+        given: The tensors, float16, bfloat16 or float32; if v is k's first columns, rows are read once.
         softmax_scale: The factor of products.
         softcap: As of ``flashtile.attention``; 0 for none.
-        sinks: (heads,), or None.
+        sinks: ``(num_heads_q,)``, or None.
         deterministic: Whether the results have the same bits in each run; else dk and dv are sums in any order.
-        joined: For v that is k's first columns: whether dk is to be the gradient of k with v's in it, for which half as
-            many numbers are added up; dv is then None.
 
     Returns:
         dq, dk, dv, and the gradient of the sinks, None without them. Contiguous, each of its tensor's dtype.
 
     Raises:
-        InvalidInputError: ``joined`` of other tensors.
         UnsupportedError: Rows of float32 too wide for the GPU's shared memory.
     """
-    t = SelectedInputs(
-        _readable(q), _readable(k), _readable(v), _readable(out), lse.float(), _readable(dout.to(q.dtype)),
-        None if dlse is None else dlse.float(), slots.contiguous(), counts.contiguous(),
-    )  # fmt: skip
-    if joined and not _is_part(t):
-        raise InvalidInputError("joined", "is True, but v is not the first columns of k, as it must be")
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:  # Triton's interpreter multiplies its bits
-        t = _widened(t)
-    where = described(device_type=q.device.type, compute_capability=compute_capability(q.device), dtype=t.q.dtype)
-    options = SelectedOptions(where, softmax_scale, softcap, joined and _reads_once(t))
-    made = {"dq": torch.empty(t.q.shape, dtype=t.q.dtype, device=q.device), "dk": _zeros(t.k)}
-    if not options.joined:
-        made["dv"] = _zeros(t.v)
+    t, device = _as_read(given), given.q.device
+    where = described(device_type=device.type, compute_capability=compute_capability(device), dtype=t.q.dtype)
+    options = SelectedOptions(where, softmax_scale, softcap)
+    made = {"dq": torch.empty(t.q.shape, dtype=t.q.dtype, device=device), "dk": _zeros(t.k), "dv": _zeros(t.v)}
     if 0 in t.slots.shape or 0 in t.k.shape:
         made["dq"].zero_()
     elif deterministic:
         _add_shares(t, options, made)
     else:
-        launch = backward_launch(t, options)
-        run([Launcher(launch, q.device, t, made)], t, made)
-    dv = made.get("dv")
-    if joined and dv is not None:
-        made["dk"][..., : v.shape[-1]] += dv
-        dv = None
-    dsinks = None if sinks is None else sinks_gradient(sinks, t)
-    return made["dq"].to(q.dtype), made["dk"].to(k.dtype), None if dv is None else dv.to(v.dtype), dsinks
+        run([Launcher(backward_launch(t, options), device, t, made)], t, made)
+    dq, dk, dv = (made[f"d{name}"].to(x.dtype) for name, x in (("q", given.q), ("k", given.k), ("v", given.v)))
+    return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, t)
+
+
+def _as_read(t: SelectedInputs) -> SelectedInputs:
+    """The tensors as kernels read them: rows contiguous, lse and dlse float32, slots and counts contiguous."""
+    t = SelectedInputs(
+        _readable(t.q), _readable(t.k), _readable(t.v), _readable(t.out), t.lse.float(),
+        _readable(t.dout.to(t.q.dtype)), None if t.dlse is None else t.dlse.float(), t.slots.contiguous(),
+        t.counts.contiguous(),
+    )  # fmt: skip
+    # Triton's interpreter multiplies the bits of bfloat16.
+    return _widened(t) if t.q.device.type == "cpu" and t.q.dtype == torch.bfloat16 else t
 
 
 def _zeros(x: Tensor) -> Tensor:
@@ -317,7 +267,7 @@ def backward_launch(t: SelectedInputs, options: SelectedOptions, queries: tuple[
     """The launch of the backward.
 
     Args:
-        t: The tensors; their layouts count.
+        t: The tensors as kernels read them; their layouts count.
         options: What is asked for.
         queries: The first and the number of queries that shares are stored for; None to add all up.
     """
@@ -339,8 +289,6 @@ def backward_launch(t: SelectedInputs, options: SelectedOptions, queries: tuple[
     )  # fmt: skip
     ending = "" if queries is None else "_shares"
     dk, dv = (key_sums(f"{name}{ending}", x) for name, x in (("dk", t.k), ("dv", t.v)))
-    if options.joined:
-        dv = dv._replace(ptr=None)
     sizes = SelectedSizes(tiles.block_m, tiles.block_n, _WIDTH, queries is None)
     arguments = {"call": call, "dq_ptr": Pointer(t.q.dtype, "dq"), "dk": dk, "dv": dv, "tiles": sizes}
     programs = count * t.k.shape[1] * -(-group // tiles.block_m)
@@ -348,7 +296,7 @@ def backward_launch(t: SelectedInputs, options: SelectedOptions, queries: tuple[
 
 
 def described_launches(problem: Problem, *, is_part: bool) -> dict[str, Launch]:
-    """The launches of a described call, by name: with sums of dk and dv, of both where v is a part of k, and by shares.
+    """The launches of a described call, by name: with sums of dk and dv, and by shares.
 
     Args:
         problem: Its dtype, head dimensions, heads and device.
@@ -360,11 +308,9 @@ def described_launches(problem: Problem, *, is_part: bool) -> dict[str, Launch]:
     lse, counts = q.new_empty(q.shape[:2], dtype=torch.float32), q.new_empty(p.seqlen_q, dtype=torch.int32)
     slots = counts[:, None].expand(-1, p.seqlen_k)
     t = SelectedInputs(q, k, k[..., : p.head_dim_v] if is_part else v, out, lse, out, None, slots, counts)
-    options = SelectedOptions(p, p.softmax_scale, p.softcap, joined=False)
-    found = {"selected_backward": backward_launch(t, options)}
-    if is_part:
-        found["selected_backward_joined"] = backward_launch(t, options._replace(joined=True))
-    found["selected_backward_shares"] = backward_launch(t, options, (0, p.seqlen_q))
+    options = SelectedOptions(p, p.softmax_scale, p.softcap)
+    shares = backward_launch(t, options, (0, p.seqlen_q))
+    found = {"selected_backward": backward_launch(t, options), "selected_backward_shares": shares}
     return found | {f"sum_selected_{name}": sum_launch(name, x, 2) for name, x in (("dk", k), ("dv", v))}
 
 
@@ -387,7 +333,7 @@ def _add_shares(t: SelectedInputs, options: SelectedOptions, made: dict[str, Ten
     """Computes dq, dk and dv, by as many queries at a time as there is memory for shares of their keys."""
     (rows, heads_kv, _), device, (count, most) = t.k.shape, t.k.device, t.slots.shape
     blocks = -(-(t.q.shape[1] // heads_kv) // choose(t, options.where).block_m)
-    added = {name: x for name, x in (("dk", t.k), ("dv", t.v)) if name in made}
+    added = {"dk": t.k, "dv": t.v}
     each = most * heads_kv * blocks
     at_once = max(1, min(count, _SHARES // (4 * each * sum(x.shape[-1] for x in added.values()))))
     given: dict[str, Tensor] = dict(made)

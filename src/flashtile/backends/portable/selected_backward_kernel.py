@@ -105,9 +105,7 @@ def probabilities_and_slope(product, lse, inside, call):
 
 
 @triton.jit
-def add_to_keys(
-    of, at, inside, weights, rows, factor, more, WIDTH: tl.constexpr, call, ADDS: tl.constexpr
-):  # fmt: skip
+def add_to_keys(of, at, inside, weights, rows, factor, WIDTH: tl.constexpr, call, ADDS: tl.constexpr):
     """Adds ``weights^T @ rows * factor`` to rows of a ``KeySums``, or stores it.
 
     Args:
@@ -117,20 +115,13 @@ def add_to_keys(
         weights: [HEADS, KEYS].
         rows: A tile [HEADS, DIM] of their dtype.
         factor: A number.
-        more: Weights and a tile, to add their product to the first columns; or two empty tuples.
         WIDTH: The columns of a part.
         call: ``SelectedCall``.
         ADDS: Whether to add, by atomic adds.
     """
-    more_weights, more_rows = more
     for p in tl.static_range(len(rows)):
         part = tl.dot(tl.trans(weights), rows[p], input_precision=call.PRECISION)
-        if p < len(more_rows):
-            # Not as the second product's accumulator: all of Hopper's warps would then compute all of the first.
-            part = tl.fma(part, factor, tl.dot(tl.trans(more_weights), more_rows[p], input_precision=call.PRECISION))
-        else:
-            part *= factor
-        add_part(of, at, inside, part, p * WIDTH, ADDS)
+        add_part(of, at, inside, part * factor, p * WIDTH, ADDS)
 
 
 @triton.jit
@@ -157,7 +148,7 @@ def attention_selected_backward(call, dq_ptr, dk, dv, tiles):
         call: ``SelectedCall``.
         dq_ptr: Contiguous (rows, heads, DIM), of q's dtype.
         dk: ``KeySums``.
-        dv: Likewise; its pointer is None where v is k's first columns and dk is to have its gradient too.
+        dv: Likewise.
         tiles: ``SelectedSizes``.
     """
     HEADS: tl.constexpr = tiles.HEADS
@@ -195,12 +186,8 @@ def attention_selected_backward(call, dq_ptr, dk, dv, tiles):
         if not tiles.ADDS:
             listed = (n - call.first) * call.most + j
             at = (listed * call.num_heads_kv + head_kv) * blocks + block
-        rounded = probs.to(dout[0].dtype)
-        if dv.ptr is None:
-            add_to_keys(dk, at, inside, dscores, q, call.scale, (rounded, dout), WIDTH, call, tiles.ADDS)
-        else:
-            add_to_keys(dv, at, inside, rounded, dout, 1.0, ((), ()), WIDTH, call, tiles.ADDS)
-            add_to_keys(dk, at, inside, dscores, q, call.scale, ((), ()), WIDTH, call, tiles.ADDS)
+        add_to_keys(dv, at, inside, probs.to(dout[0].dtype), dout, 1.0, WIDTH, call, tiles.ADDS)
+        add_to_keys(dk, at, inside, dscores, q, call.scale, WIDTH, call, tiles.ADDS)
     to = (n * (call.num_heads_kv * call.group_size) + head)[:, None] * call.q.DIM
     for p in tl.static_range(len(dq)):
         col = p * WIDTH + tl.arange(0, dq[p].shape[1])[None, :]
