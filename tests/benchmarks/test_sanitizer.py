@@ -76,6 +76,7 @@ def test_what_sanitize_prints_is_what_the_driver_reads(capsys):
     sanitize.main(["cpu", "hopper"], device="cpu")
     log = capsys.readouterr().out + "========= ERROR SUMMARY: 0 errors"
     calls = len(sanitize.CASES) + len(sanitize.CACHED) + len(sanitize.QUANTIZED)
+    calls += len(sanitize.BLOCKS) + len(sanitize.NAMED)
     assert gpu.judge("memcheck-cpu", 0, log).startswith(f"ok: 0 errors in {calls} calls")
     refused = log.replace("cpu: ", "other: ")
     for name, code, text in (

@@ -11,16 +11,22 @@ see, so that all that comes after them seemed to read what nobody had written: 1
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable, Iterator
 
 import torch
 
+from flashtile import UnsupportedError
 from flashtile.ops import dispatch
 from tests.cases import Case, build, judge
 from tests.kvcache import cases as kvcache
 from tests.kvcache.cases import CacheCase
 from tests.quantization import cases as quantization
 from tests.quantization.cases import QuantizedCase
+from tests.selected import drawn
+from tests.selected import judge as judge_blocks
+from tests.selections import SELECTED, judge_selected, lists_for
 
 CASES = (
     Case("full", seqlen_q=200, seqlen_k=150, head_dim=64),
@@ -68,6 +74,20 @@ QUANTIZED = (
 )  # fmt: skip
 
 
+# Seeds of calls over blocks that data select, and cached calls where queries name their keys.
+BLOCKS, NAMED = (0, 3, 4), ("latent_decode", "latent_steps", "rows_pages")
+
+
+def _of_selected(name: str, device: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """What judges each of these calls, forward and backward, and how to call it."""
+    for seed in BLOCKS:
+        call = drawn(seed, ((64, 64), (128, 64)), (torch.bfloat16,), 260, (64, 128))
+        yield f"blocks {seed}", functools.partial(judge_blocks, call, device, name)
+    for case in NAMED:
+        of_cache = kvcache.build(SELECTED[case], torch.bfloat16, device)
+        yield case, functools.partial(judge_selected, of_cache, lists_for(of_cache, 37), backend=name)
+
+
 def main(backends: list[str], device: str = "cuda") -> None:
     """Runs the cases that a backend can run, in bfloat16, and asserts that it refuses the others."""
     for name in backends:
@@ -96,6 +116,15 @@ def main(backends: list[str], device: str = "cuda") -> None:
             right, refused = right + (not why), refused + bool(why)
             shown = f"refused: {'; '.join(why)}" if why else "right"
             print(f"  {name} {quantized} {shown}", flush=True)
+        why = dispatch.reasons(name, build(CASES[0], torch.bfloat16, device).problem, "forward")
+        for shown, judge_call in _of_selected(name, device):
+            try:
+                judge_call()
+                assert not why
+            except UnsupportedError:
+                assert why
+            right, refused = right + (not why), refused + bool(why)
+            print(f"  {name} {shown} {'refused' if why else 'right'}", flush=True)
         print(f"{name}: {right} calls right, {refused} refused", flush=True)
 
 
