@@ -12,7 +12,6 @@ from torch import Tensor
 
 # Loaded later, the package would take the place of ``flashtile.backends``, the function.
 import flashtile.backends  # noqa: F401
-from flashtile.api import lists_of_rows
 from flashtile.api.cached import attention_with_kvcache as attention_with_kvcache
 from flashtile.api.keywords import (
     Asked,
@@ -326,9 +325,12 @@ def _less_common(
     tensors: Tensors, asked: Asked, out: Tensor | None = None, block_mask: object = None
 ) -> Tensor | tuple[Tensor, ...]:
     """A call in 8 bits, with functions of the user's, or with lists of blocks."""
-    if asked.plain.listed and block_mask is not None and lists_of_rows.folds(block_mask, tensors, asked):
-        of_groups: Tensor | tuple[Tensor, ...] = lists_of_rows.attend(attention, block_mask, tensors, asked)
-        return of_groups
+    if block_mask is not None and asked.plain.listed and asked.plain.listed[0] % 16:
+        from flashtile.api import lists_of_rows  # what few programs need is not loaded by all
+
+        if lists_of_rows.folds(block_mask, tensors, asked):
+            found_of_groups: Tensor | tuple[Tensor, ...] = lists_of_rows.attend(attention, block_mask, tensors, asked)
+            return found_of_groups
     if asked.precision is not None or isinstance(tensors.q, Quantized):
         if out is not None:
             raise InvalidInputError("out", "is given, but calls in 8 bits make their own")
