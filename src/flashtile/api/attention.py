@@ -182,7 +182,7 @@ def attention(
     tensors = Tensors(q, k, v, alibi_slopes, attn_mask, attn_bias, sinks, **masked)  # type: ignore[arg-type]
     numbers = softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk
     plain = Plain(*numbers, mirrored, listed, return_max_scores, False)
-    if listed or not (precision is None and score_mod is None and mask_mod is None) or isinstance(q, Quantized):
+    if not (precision is None and score_mod is None and mask_mod is None and not listed) or isinstance(q, Quantized):
         others = False, (None, None), (score_mod, mask_mod)
         return _less_common(
             tensors, Asked(precision, causal, window_size, return_lse, plain, *others), None, block_mask

@@ -57,17 +57,17 @@ class Keywords(Common, total=False):
     mask_mod: Callable[..., Any] | None
 
 
-class DenseKeywords(Keywords, total=False):
-    """Keywords of ``attention`` and of no packed call."""
-
-    selected: Tensor | None
-
-
 class PackedKeywords(Keywords, total=False):
     """Keywords of ``attention_varlen``."""
 
     batch_invariant: bool | Literal["strict"]
     out: Tensor | None
+
+
+class DenseKeywords(Keywords, total=False):
+    """Keywords of ``attention`` and of no packed call."""
+
+    selected: Tensor | None
 
 
 class Cached(TypedDict, total=False):

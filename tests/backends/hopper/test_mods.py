@@ -125,7 +125,7 @@ def test_lists_that_tiles_do_not_divide_are_refused() -> None:
         ((32, 128), LONG, "forward", "no multiples of 64"),
         ((128, 96), LONG, "backward", "no multiples of 64"),
         ((128, 128), BIG, "forward", "block lists at head_dim past 256"),
-        ((128, 128), replace(LONG, deterministic=True), "backward", "with interval masks or block lists"),
+        ((128, 128), replace(LONG, deterministic=True), "backward", "with interval masks, or with block lists"),
         ((128, 128), replace(LONG, heads=4, wanted="q"), "backward", "block lists by query head, of grouped heads"),
     ):
         by_head = case.heads == 4

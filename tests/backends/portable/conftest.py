@@ -16,6 +16,7 @@ collect_ignore = (
         "test_quantized.py",
         "test_second.py",
         "test_selected_backward.py",
+        "test_selected_blocks.py",
         "test_selected_lists.py",
         "test_steps.py",
         "test_tuning.py",
