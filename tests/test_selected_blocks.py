@@ -140,6 +140,14 @@ def test_wrong_arguments_are_named(change: dict[str, Any], said: str) -> None:
         selected_blocks(given.pop("indices"), **given)
 
 
+def test_calls_in_8_bits_take_no_lists() -> None:
+    q, k = (torch.randn(1, 32, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
+    lists = selected_blocks(torch.zeros(1, 2, 32, 1, dtype=torch.int32), block_size=(1, 16))
+    for given, keywords in (((flashtile.quantize(q, k, k),), {}), ((q, k, k), {"precision": "fp8"})):
+        with pytest.raises(InvalidInputError, match="block_mask"):
+            flashtile.attention(*given, block_mask=lists, **keywords)  # type: ignore[call-overload]
+
+
 def test_masks_are_for_their_lengths() -> None:
     q = torch.randn(1, 100, 1, 8)
     with pytest.raises(InvalidInputError, match="block_mask: is for seqlen_q 128, but q has 100"):

@@ -325,18 +325,18 @@ def _less_common(
     tensors: Tensors, asked: Asked, out: Tensor | None = None, block_mask: object = None
 ) -> Tensor | tuple[Tensor, ...]:
     """A call in 8 bits, with functions of the user's, or with lists of blocks."""
-    if block_mask is not None and asked.plain.listed and asked.plain.listed[0] % 16:
-        from flashtile.api import lists_of_rows  # what few programs need is not loaded by all
-
-        if lists_of_rows.folds(block_mask, tensors, asked):
-            found_of_groups: Tensor | tuple[Tensor, ...] = lists_of_rows.attend(attention, block_mask, tensors, asked)
-            return found_of_groups
     if asked.precision is not None or isinstance(tensors.q, Quantized):
         if out is not None:
             raise InvalidInputError("out", "is given, but calls in 8 bits make their own")
         refuse_functions(*asked.functions)
         found: Tensor | tuple[Tensor, Tensor] = quantized_calls().attend(tensors, asked)
         return found
+    if block_mask is not None and asked.plain.listed and asked.plain.listed[0] % 16:  # rows of the smallest tile
+        from flashtile.api import lists_of_rows  # what few programs need is not loaded by all
+
+        if lists_of_rows.folds(block_mask, tensors, asked):
+            found_of_groups: Tensor | tuple[Tensor, ...] = lists_of_rows.attend(attention, block_mask, tensors, asked)
+            return found_of_groups
     return _run(tensors, options_of(tensors, asked), asked.return_lse, out)
 
 

@@ -66,7 +66,7 @@ def read(given: Tensors, asked: Asked) -> tuple[Tensors, Options]:
     for name in ("alibi_slopes", "attn_mask", "attn_bias"):
         if getattr(given, name) is not None:
             raise InvalidInputError(name, "is given, but does not go with 8 bits")
-    if given.row_keys is not None or given.key_rows is not None:
+    if any(x is not None for x in (given.row_keys, given.key_rows, given.row_blocks)):
         raise InvalidInputError("block_mask", "is given, but does not go with 8 bits")
     if options.batch_invariant:
         raise InvalidInputError("batch_invariant", "is True, but does not go with 8 bits, which blocks of rows share")

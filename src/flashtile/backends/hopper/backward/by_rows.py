@@ -128,17 +128,18 @@ def load_rows(channels, tiles, call, output, schedule):
 
 
 @gluon.jit
-def numbers_of(channels, tiles, call, output, layout: gl.constexpr):
-    """(lse_log2, delta) of a tile's rows, from the workspace."""
+def numbers_of(channels, tiles, call, output, schedule, layout: gl.constexpr):
+    """(lse_log2, delta) of a tile's rows, from the workspace; its order is in ``rows``."""
+    M: gl.constexpr = schedule.BLOCK_M
     where = query_rows(channels.tiles, tiles, call)
-    count = blocks_per_head(call.queries.length, call.queries.count, 64, call.q.PACKED)
-    block = channels.tiles.get(tiles, "row") // 64
+    count = blocks_per_head(call.queries.length, call.queries.count, M, call.q.PACKED)
+    block = channels.tiles.get(tiles, "row") // M
     if call.q.PACKED:
-        block += where.head * count + where.start // 64 + where.b
+        block += where.head * count + where.start // M + where.b
     else:
         block += (where.b * call.heads.num_q + where.head) * count
-    at = output.rows + block.to(gl.int64) * 128 + gl.arange(0, 64, layout)
-    return gl.load(at), gl.load(at + 64)
+    at = output.rows + block.to(gl.int64) * (2 * M) + gl.arange(0, M, layout)
+    return gl.load(at), gl.load(at + M)
 
 
 @gluon.jit
@@ -154,7 +155,7 @@ def consumer(channels, call, output, schedule, mod):
     used = 0
     loop = open_tile(channels.tiles, tiles, call, schedule, rows, zeros, mod, 0)
     while loop.is_tile:
-        numbers = numbers_of(channels, tiles, call, output, gl.SliceLayout(1, s_layout))
+        numbers = numbers_of(channels, tiles, call, output, schedule, gl.SliceLayout(1, s_layout))
         channels.queries[0].wait(tiles)
         channels.dout[0].wait(tiles)
         n_block = loop.n_block
