@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flashtile import attention_with_kvcache as attend
-from tests.backends.hopper.test_latent import running
-from tests.kvcache.cases import CacheCase, build, judge
+from tests.backends.hopper.test_latent import patient, running
+from tests.kvcache.cases import CacheCase, build, judge, judge_results
 from tests.kvcache.cases import latent_case as case_of
 from tests.ptx import hopper
 from tests.ptx.machine import Options
@@ -62,3 +62,16 @@ def test_any_8_bits_and_scales(mask: int, low: float, high: float) -> None:
         rows[1, 59, 0, 300] = 0xFF
         out = call("hopper")
         assert out[0].isfinite().all() and out[1].isnan().all()
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_who_folds_two_states_does_not_show(seed: int) -> None:
+    """Two programs that wait for each other finish a piece each of a half, else one finishes all: the same bits."""
+    call = build(case_of("pair", (200,), heads=48, page_size=64, sinks=True), torch.bfloat16)
+    before, found = call.copies(), []
+    for patience in (0, 10_000):
+        with hopper.on_cpu(Options(seed=seed)), patient(patience), running(2):
+            found.append([x.clone() for x in call.run("hopper")])
+        judge_results(call, before, call.copies(), *found[-1])
+    assert all(map(torch.equal, *found))

@@ -185,3 +185,19 @@ def test_other_calls_stay_with_the_triton_kernel() -> None:
     assert "a scorer and two summers" in BACKEND.describe(problem, "decode")
     with trial(decode=portable.DecodeTiles(64, 64, 4, 3)):
         assert BACKEND.kernel("decode", problem, call.tensors).name == "decode"
+
+
+@contextmanager
+def patient(patience: int) -> Iterator[None]:
+    """Within, a program looks so often whether the other of its tile has stored its state; 0: it does not wait."""
+    launched = latent.latent_launch
+
+    def launch_of(*args: object) -> launch.Attention:
+        made = launched(*args)  # type: ignore[arg-type]
+        call = made.launch.arguments["call"]
+        call = call._replace(schedule=call.schedule._replace(PATIENCE=patience))
+        arguments = {**made.launch.arguments, "call": call}
+        return made._replace(launch=made.launch._replace(arguments=arguments))
+
+    with mock.patch.object(latent, "latent_launch", launch_of):
+        yield

@@ -16,7 +16,7 @@ from flashtile.call.selected import Reach, Selected
 
 _kernels = device_code("flashtile.backends.portable.selected_kernel")
 # Elements of a list, and bounds of packed queries, that a program looks at at once, at most.
-_BLOCK, _SEARCH = 1024, 1024
+_BLOCK, _SEARCH = 2048, 1024
 
 
 class KeyLists(NamedTuple):
@@ -185,4 +185,4 @@ def launch_of(
     else:
         arguments["places"] = Slots(sizes.slots, max(reach.page_size, 1), reach.step, **tensors, batch=sizes.batch)
         kernel = _kernels.of_slots
-    return Launch(kernel, queries, arguments, {"num_warps": 4, "num_stages": 1})
+    return Launch(kernel, queries, arguments, {"num_warps": max(4, block // 256), "num_stages": 1})

@@ -16,25 +16,57 @@ STATE_BITS = gl.constexpr(8)
 @gluon.jit
 def end_part(accs, row_max, row_sum, records, parts, call, latent, HALF: gl.constexpr):
     """Finishes a tile that one program has; else stores the part's state, and folds the tile's if it is the last."""
-    PIECE: gl.constexpr = latent.PIECE
     first, num_rows = records.get(parts, "first"), records.get(parts, "num_rows")
     place = TilePlace(records.get(parts, "b"), 0, records.get(parts, "h_kv"), first)
     shape = work.SequenceWork(records.get(parts, "first_row"), num_rows, 0, records.get(parts, "high"), 0, 0, 0)
     row, count = gl.arange(0, 64, row_max.type.layout), num_rows * call.GROUP - first
     whole = records.get(parts, "num_states") == 1
-    slot = slot_of(records.get(parts, "origin"), records.get(parts, "state"), latent) + row
-    for i in gl.static_range(len(accs)):
-        col = PIECE * (2 * i + HALF) + gl.arange(0, PIECE, gl.SliceLayout(0, accs[i].type.layout))[None, :]
-        if whole:
-            finish(accs[i], row_max, row_sum, place.b, place, first + row, col, shape, call, HALF + i == 0)
-        else:
-            at = call.results.acc + slot.to(gl.int64)[:, None] * call.out.DIM + col
-            gl.store(at, accs[i], mask=(row < count)[:, None])
-    if not whole:
-        at = call.results.stats + 4 * slot + 2 * HALF
-        gl.store(at, row_max, mask=row < count)
-        gl.store(at + 1, row_sum, mask=row < count)
-        share_tile(records, parts, place, shape, gl.minimum(count, 64), call, latent, HALF)
+    slot = slot_of(records.get(parts, "origin"), records.get(parts, "state"), latent)
+    of_outputs: gl.constexpr = wide_rows(latent.PIECE, call.out.ptr.dtype.element_ty)
+    of_states: gl.constexpr = wide_rows(latent.PIECE, gl.float32)
+    if whole:
+        for i in gl.static_range(len(accs)):
+            finish_piece(accs[i], row_max, row_sum, place, shape, i, call, latent, HALF, of_outputs)
+    else:
+        for i in gl.static_range(len(accs)):
+            at, exists = state_of(slot, count, i, call, latent, HALF)
+            gl.store(at, gl.convert_layout(accs[i], of_states), mask=exists)
+        at, exists = call.results.stats + 4 * (slot + row) + 2 * HALF, row < count
+        gl.store(at, row_max, mask=exists)
+        gl.store(at + 1, row_sum, mask=exists)
+        share_tile(accs, row_max, row_sum, records, parts, place, shape, gl.minimum(count, 64), call, latent, HALF)
+
+
+@gluon.constexpr_function
+def wide_rows(cols, dtype):
+    """A layout of 64 rows in the threads that have them in an accumulator, 16 bytes of a row side by side in each."""
+    own = 128 // dtype.primitive_bitwidth
+    side, apart = own.bit_length() - 1, (cols // own).bit_length() - 3
+    registers = [[0, 1 << bit] for bit in range(side)] + [[8, 0]] + [[0, 4 * own << bit] for bit in range(apart)]
+    return gl.DistributedLinearLayout(
+        registers, [[0, own], [0, 2 * own], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, cols]
+    )
+
+
+@gluon.jit
+def finish_piece(acc, row_max, row_sum, place, shape, i: gl.constexpr, call, latent, HALF: gl.constexpr,
+                 layout: gl.constexpr):  # fmt: skip
+    """``finish``, of a summer's i-th piece, in some layout."""
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    col = latent.PIECE * (2 * i + HALF) + gl.arange(0, latent.PIECE, gl.SliceLayout(0, layout))[None, :]
+    finish(
+        gl.convert_layout(acc, layout), gl.convert_layout(row_max, rows), gl.convert_layout(row_sum, rows), place.b,
+        place, place.first + gl.arange(0, 64, rows), col, shape, call, HALF + i == 0,
+    )  # fmt: skip
+
+
+@gluon.jit
+def state_of(slot, count, i: gl.constexpr, call, latent, HALF: gl.constexpr):
+    """(Addresses, which exist) of a summer's i-th piece of the state from ``slot`` on, of ``count`` rows."""
+    layout: gl.constexpr = wide_rows(latent.PIECE, gl.float32)
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    col = latent.PIECE * (2 * i + HALF) + gl.arange(0, latent.PIECE, gl.SliceLayout(0, layout))
+    return call.results.acc + (slot + row).to(gl.int64)[:, None] * call.out.DIM + col[None, :], (row < count)[:, None]
 
 
 @gluon.jit
@@ -47,9 +79,10 @@ def slot_of(origin, state, latent):
 
 
 @gluon.jit
-def share_tile(records, parts, place, shape, count, call, latent, HALF: gl.constexpr):
+def share_tile(accs, row_max, row_sum, records, parts, place, shape, count, call, latent, HALF: gl.constexpr):
     """Finishes a half of a tile of several states once all have been stored, some rows and columns after others.
 
+    Where two programs fold two states, each finishes every second piece of its own, to which it adds the other's.
     Programs with nothing else to do wait to help, for a bounded time: others may not be resident.
     """
     origin, num_states = records.get(parts, "origin"), records.get(parts, "num_states")
@@ -57,8 +90,13 @@ def share_tile(records, parts, place, shape, count, call, latent, HALF: gl.const
     helps = (records.get(parts, "waits") > 0) & (num_states * count * call.out.DIM >= 16384)
     rank, step = arrive(counter, records.get(parts, "state"), num_states, helps, call.schedule.PATIENCE)
     if step > 0:
+        # Fewer rows are in few of a summer's warps.
+        if (num_states == 2) & (step == 2) & (count > 32):
+            for i in gl.static_range(len(accs)):
+                if i % 2 == rank:
+                    fold_pair(accs[i], row_max, row_sum, i, origin, place, shape, count, call, latent, HALF)
         # So that as many have a share as fold: shares of one program follow one another.
-        if 2 * num_states < count:
+        elif 2 * num_states < count:
             fold_shares(rank, step, origin, num_states, place, shape, count, call, latent, HALF, 16, 4)
         elif num_states <= 16:
             fold_shares(rank, step, origin, num_states, place, shape, count, call, latent, HALF, 4, 8)
@@ -113,6 +151,33 @@ def arrive(counter, member, goal, helps, PATIENCE: gl.constexpr):
     alone = (end & 2) > 0
     rank, step = gl.where(alone, 0, rank), gl.where(alone, is_last.to(gl.int32), step)
     return rank, gl.where(end == before, 0, step)
+
+
+@gluon.jit
+def fold_pair(acc, row_max, row_sum, i: gl.constexpr, origin, place, shape, count, call, latent,
+              HALF: gl.constexpr):  # fmt: skip
+    """Finishes the i-th piece of a half of a tile of two states, given the (i % 2)-th, as ``fold`` would."""
+    slot = slot_of(origin, gl.to_tensor(1 - i % 2), latent)
+    at, exists = state_of(slot, count, i, call, latent, HALF)
+    other = gl.load(at, mask=exists, other=0.0, cache_modifier=".cg")
+    layout: gl.constexpr = wide_rows(latent.PIECE, gl.float32)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    row = gl.arange(0, 64, rows)
+    stats, has = call.results.stats + 4 * (slot + row) + 2 * HALF, row < count
+    other_max = gl.load(stats, mask=has, other=float("-inf"), cache_modifier=".cg")
+    other_sum = gl.load(stats + 1, mask=has, other=0.0, cache_modifier=".cg")
+    row_max, row_sum = gl.convert_layout(row_max, rows), gl.convert_layout(row_sum, rows)
+    top = gl.maximum(row_max, other_max)
+    finite_max = softmax.made_finite(top)
+    first, second = gl.exp2(row_max - finite_max), gl.exp2(other_max - finite_max)
+    acc = gl.convert_layout(acc, layout)
+    if i % 2 == 0:
+        acc = gl.fma(other, second[:, None], acc * first[:, None])
+        row_sum = gl.fma(other_sum, second, row_sum * first)
+    else:
+        acc = gl.fma(acc, first[:, None], other * second[:, None])
+        row_sum = gl.fma(row_sum, first, other_sum * second)
+    finish_piece(acc, top, row_sum, place, shape, i, call, latent, HALF, layout)
 
 
 @gluon.jit
@@ -197,5 +262,5 @@ def fold(row, col, origin, num_states, count, call, latent, HALF: gl.constexpr, 
         acc, row_sum, row_max = acc * weight[:, None], row_sum * weight, top
         for i in gl.static_range(AHEAD):
             weight = gl.exp2(tops[i] - finite_max)
-            acc, row_sum = acc + parts[i] * weight[:, None], row_sum + sums[i] * weight
+            acc, row_sum = gl.fma(parts[i], weight[:, None], acc), gl.fma(sums[i], weight, row_sum)
     return acc, row_max, row_sum

@@ -94,8 +94,9 @@ def producer(channels, call, latent):
         n, stop, high = records.get(parts, "first_block"), records.get(parts, "stop_block"), records.get(parts, "high")
         b, entry, h_kv = records.get(parts, "b"), records.get(parts, "entry"), records.get(parts, "h_kv")
         pages = pages_of_block(b, entry, high, n, call, latent)
-        # The first queries go before keys, behind which they would arrive, and others behind the first block.
-        if parts == 0:
+        # Queries go before keys, behind which they would arrive. Where TMA loads keys, the first block's buffers are
+        # free before the queries' are.
+        if (parts == 0) | (latent.COPIERS > 0):
             load_queries(channels, parts, call, latent)
         start = n
         while n < stop:
@@ -104,7 +105,7 @@ def producer(channels, call, latent):
                 copy_block(channels, used, pages, high, h_kv, n, call, latent)
             else:
                 load_block(channels, used, pages, high, h_kv, n, call, latent)
-            if (n == start) & (parts > 0):
+            if (n == start) & (parts > 0) & (latent.COPIERS == 0):
                 load_queries(channels, parts, call, latent)
             pages, n, used = following, n + 1, used + 1
         if latent.COPIERS > 0:
@@ -270,6 +271,7 @@ def scorer(channels, call, latent):
         row_max, row_sum = gl.full([64], float("-inf"), gl.float32, rows), thread_sums(zeros)
         while n < stop:
             s = warpgroup_mma_wait(0, deps=[start_scores(channels, parts, used, zeros)])
+            channels.queries[0].release(parts, n + 1 == stop)
             if n >= clear_blocks:
                 s = keep_columns(s, last_keys, last_keys - n * N, float("-inf"), False, True)
             row_max, finite_max, factor = softmax.raise_max(row_max, row_tops(s, row_max, scale, ()), True)
@@ -283,7 +285,6 @@ def scorer(channels, call, latent):
                 :, None
             ] + thread_sums(e)
             n, used = n + 1, used + 1
-        channels.queries[0].release(parts)
         channels.results.claim(parts)
         channels.results.part(parts, 0).store(row_max)
         channels.results.part(parts, 1).store(gl.convert_layout(gl.sum(row_sum, 1), rows))
