@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # Loaded later, the package would take the place of ``flashtile.backends``, the function.
-import flashtile.backends  # noqa: F401
+from flashtile import backends as _backends  # noqa: F401
 from flashtile.api.cached import attention_with_kvcache as attention_with_kvcache
 from flashtile.api.keywords import (
     Asked,

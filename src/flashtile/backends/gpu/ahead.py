@@ -252,17 +252,21 @@ def _path(name: str) -> Path:
 
 @functools.cache
 def _imported_by(name: str) -> tuple[str, ...]:
-    return tuple(_imports(_path(name).read_text(encoding="utf-8")))
+    place = _path(name)
+    package = name if place.name == "__init__.py" else name.rpartition(".")[0]
+    return tuple(_imports(place.read_text(encoding="utf-8"), package))
 
 
-def _imports(text: str) -> Iterator[str]:
+def _imports(text: str, package: str = "") -> Iterator[str]:
+    """The modules that a text imports; relative ones, as ``tools/hub.py`` writes them, from a package."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flashtile"):
-            yield str(node.module)
-            names = (f"{node.module}.{each.name}" for each in node.names)
-            yield from (name for name in names if _is_module(name))
+        elif isinstance(node, ast.ImportFrom):
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield module
+            names = (f"{module}.{each.name}" for each in node.names)
+            yield from (name for name in names if name.startswith("flashtile.") and _is_module(name))
 
 
 def _is_module(name: str) -> bool:

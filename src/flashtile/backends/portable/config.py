@@ -106,7 +106,7 @@ class PortableTiles:
 
 Key = tuple[str, ...]
 # What rows of tiles.json need not say.
-_NOT_MEASURED_HERE = {"table": "", "gain": 1.0, "flashtile": "", "triton": ""}
+_NOT_MEASURED_HERE = dict(table="", gain=1.0, flashtile="", triton="")
 
 
 class Entry(NamedTuple):

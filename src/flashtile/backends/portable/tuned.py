@@ -113,7 +113,7 @@ def known() -> dict[Key, PortableTiles]:
 
 def path() -> Path | None:
     """Where entries are; None where calls are to take none."""
-    named = settings.TILES.text() or Path(settings.CONFIG_HOME.text(), "flashtile", "tiles.json")
+    named = settings.TILES.text() or Path(settings.CONFIG_HOME.text(), "flashtile/tiles.json")
     return None if settings.TILES.get() == "off" else Path(os.path.expanduser(named))
 
 
