@@ -28,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Triton's interpreter is on or off for a whole process, from before Triton is imported.
 INTERPRETED := tests/backends/portable tests/backends/device tests/backends/decode
 
-.PHONY: demo test test-long test-all test-plain-math test-oldest check docs wheel kernels kernels-wheel kernels-check plugins fuzz gpu clean
+.PHONY: demo test test-long test-all test-plain-math test-oldest check docs wheel hub kernels kernels-wheel kernels-check plugins fuzz gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/flashtile-lab demo
@@ -87,6 +87,10 @@ wheel: $(VENV)/.dev
 	$(VENV)/wheel/bin/python -m pip install --quiet '$(TORCH)' dist/*.whl
 	$(VENV)/wheel/bin/python -I docs/blocks.py README.md docs/quickstart.md
 	rm -rf $(VENV)/wheel
+
+# The repository of kernels for the Hugging Face hub, in dist/hub: docs/hub.md says how it is uploaded.
+hub:
+	$(PYTHON) tools/hub.py dist/hub
 
 # The wheel flashtile-kernels: the kernels of a list's calls, for each architecture in parallel, and what is there already is
 # kept: hours of a core for all.
