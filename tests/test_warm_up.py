@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -139,3 +141,29 @@ def test_a_backward_is_built_while_its_forward_is(
     ((direction, problem, tensors),) = asked
     assert direction == "backward" and problem.grads.named[:3] == (False, True, False) and tensors.q.is_meta
     assert MEANWHILE.get() is None
+
+
+# Which thread imports what, in a process that has imported nothing yet: two that import Gluon at once may each wait for
+# the other, which Python 3.11 ends with an error.
+_FIRST_BUILDS = """
+import sys, torch, flashtile
+from flashtile.backends.gpu import build, launch
+
+alone = []
+
+class Watch:
+    def find_spec(name, path=None, target=None):
+        if name.startswith("triton.experimental"):
+            alone.append(launch.IMPORTS.locked())
+
+sys.meta_path.insert(0, Watch)
+build.compile_kernel = lambda kernel, what, options, target: launch.source_of(kernel, what, False)
+x = torch.empty(1, 512, 2, 64, dtype=torch.bfloat16, device="meta")
+assert len(flashtile.warm_up(x, x, x, device="cuda", gpu="sm_90")) > 2 and alone and all(alone)
+"""
+
+
+@pytest.mark.long
+def test_threads_that_build_import_triton_one_at_a_time() -> None:
+    pytest.importorskip("triton")
+    subprocess.run([sys.executable, "-c", _FIRST_BUILDS], check=True, timeout=120)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from flashtile.backends.gpu import archive, driver
-from flashtile.backends.gpu.launch import Launch, Specialisation, compile_kernel, lower, specialise, text_of
+from flashtile.backends.gpu.launch import IMPORTS, Launch, Specialisation, compile_kernel, lower, specialise, text_of
 from flashtile.call import backend as base
 from flashtile.call.backend import LOADED
 from flashtile.call.problem import AHEAD, Gpu
@@ -185,8 +185,10 @@ def start_hashing() -> threading.Thread:
 
 
 def _hash() -> None:
+    with IMPORTS:
+        cache = importlib.import_module("triton.runtime.cache")
     # Where another release keeps it elsewhere, its first build calls it.
-    getattr(importlib.import_module("triton.runtime.cache"), "triton_key", int)()
+    getattr(cache, "triton_key", int)()
 
 
 def _load_code(compiled: Any, device: int) -> None:

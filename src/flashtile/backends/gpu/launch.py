@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -288,8 +289,13 @@ class Specialisation:
     tree: dict[str, Any]
 
 
+# Gluon's modules import one another in circles, and a thread may enter a package that another is still importing: each
+# then waits for what the other has. So all that a launch is compiled with is imported by one thread at a time.
+IMPORTS = threading.Lock()
+
+
 def specialise(launch: Launch) -> Specialisation:
-    """The types and values with which a launch must be compiled."""
+    """The types and values with which a launch must be compiled; imports what its kernel is made of."""
     signature: dict[str, str] = {}
     constexprs: dict[str, Any] = {}
     divisible: list[str] = []
@@ -313,7 +319,11 @@ def specialise(launch: Launch) -> Specialisation:
                 divisible.append(name)
         return name
 
-    tree = mapped(launch, leaf)
+    with IMPORTS:
+        from triton.experimental.gluon import _runtime  # noqa: F401
+
+        loaded(launch.kernel)
+        tree = mapped(launch, leaf)
     return Specialisation(signature, constexprs, tuple(divisible), tree)
 
 
