@@ -129,7 +129,7 @@ def kernel(name: str) -> dict[str, bytes]:
         if path.endswith(".py"):
             text = rewritten(content.decode(), path.count("/"), name)
             made[path] = (first(text) if path == "__init__.py" else text).encode()
-    return made
+    return made | {"LICENSE": (ROOT / "LICENSE").read_bytes()}
 
 
 def metadata(backend: str, name: str, files: Mapping[str, bytes]) -> bytes:
@@ -172,8 +172,7 @@ def write(into: Path, backends: Sequence[str] = BACKENDS) -> None:
             place = into / "build" / f"torch-{backend}" / path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(content)
-    (into / "README.md").write_text(card(), encoding="utf-8")
-    shutil.copy(ROOT / "LICENSE", into)
+    (into / "build" / "CARD.md").write_text(card(), encoding="utf-8")
 
 
 if __name__ == "__main__":

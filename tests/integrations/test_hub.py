@@ -61,13 +61,14 @@ def modules(root: Path) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def test_metadata_are_as_the_package_reads_them(tree: Path) -> None:
-    assert sorted(path.name for path in (tree / "build").iterdir()) == ["torch-cpu", "torch-cuda", "torch-rocm"]
+    assert {path.name for path in (tree / "build").iterdir()} == {"CARD.md", "torch-cpu", "torch-cuda", "torch-rocm"}
     for backend in tool.BACKENDS:
         variant = tree / "build" / f"torch-{backend}"
         found = Metadata.read_from_file(variant / "metadata.json")
         assert str(found.name) == "flashtile" and found.version == 1 and str(found.backend.backend_type) == backend
         assert found.id.startswith(f"_flashtile_{backend}_") and str(found.kernels_minver) == kernels.__version__
         found.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+        assert {"LICENSE", "py.typed", "backends/hopper/forward/kernel.py"} < set(found.digest.files)
     archs = Metadata.read_from_file(tree / "build" / "torch-cuda" / "metadata.json").backend.archs
     assert archs == ["{}.{}+PTX".format(*portable.ABLE["forward"].min_compute_capability)]
 
@@ -223,5 +224,5 @@ def test_the_page_s_code_runs_and_the_card_is_the_page(tree: Path) -> None:
     for block in re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         exec(block, namespace)
     assert namespace["q"].grad.abs().sum() > 0 and namespace["model"].config._attn_implementation == NAME
-    card = (tree / "README.md").read_text(encoding="utf-8")
+    card = (tree / "build" / "CARD.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlibrary_name: kernels\n") and ".md)" not in card and "## Publish it" in card
