@@ -44,12 +44,12 @@ _IMPORT = re.compile(rb"from\s+flashtile\.?")
 _PRINTED = re.compile(r"^from flashtile\.", re.MULTILINE)
 
 
-def rewritten(text: str, up: int, name: str) -> str:
+def rewritten(text: str, path: str, name: str) -> str:
     """A module's text with relative imports, and with another name of the package in all else.
 
     Args:
-        text: Of the module in the package.
-        up: How many folders below the package it lies.
+        text: What the module's file holds.
+        path: Of the file, in the package.
         name: What the package is imported as.
 
     Raises:
@@ -64,9 +64,9 @@ def rewritten(text: str, up: int, name: str) -> str:
         pattern, by = _OWN, name
         match node:
             case ast.Import(names=names) if any(each.name.partition(".")[0] == "flashtile" for each in names):
-                raise ValueError(f"{ast.unparse(node)} has no relative form, write from flashtile import ...")
+                raise ValueError(f"{path}: {ast.unparse(node)} has no relative form: write from flashtile import ...")
             case ast.ImportFrom(module=str(module), level=0) if module.partition(".")[0] == "flashtile":
-                pattern, by = _IMPORT, "from " + "." * (up + 1)
+                pattern, by = _IMPORT, "from " + "." * (path.count("/") + 1)
             case (
                 ast.Attribute(attr="_flashtile")
                 | ast.Attribute(value=ast.Attribute(value=ast.Name("torch"), attr="ops"), attr="flashtile")
@@ -127,7 +127,7 @@ def kernel(name: str) -> dict[str, bytes]:
     made = sources()
     for path, content in made.items():
         if path.endswith(".py"):
-            text = rewritten(content.decode(), path.count("/"), name)
+            text = rewritten(content.decode(), path, name)
             made[path] = (first(text) if path == "__init__.py" else text).encode()
     return made | {"LICENSE": (ROOT / "LICENSE").read_bytes()}
 

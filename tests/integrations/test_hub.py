@@ -103,11 +103,11 @@ def test_code_is_what_the_hub_asks_for(tree: Path) -> None:
 
 
 def test_imports_without_a_relative_form_are_refused() -> None:
-    assert tool.rewritten("from flashtile.core import masks\nx = f'flashtile.{y}'\n", 2, "_k") == (
+    assert tool.rewritten("from flashtile.core import masks\nx = f'flashtile.{y}'\n", "a/b/c.py", "_k") == (
         "from ...core import masks\nx = f'_k.{y}'\n"
     )
-    with pytest.raises(ValueError, match="import flashtile.masks as m has no relative form"):
-        tool.rewritten("import flashtile.masks as m\n", 0, "_k")
+    with pytest.raises(ValueError, match=r"nn\.py: import flashtile\.masks as m has no relative form"):
+        tool.rewritten("import flashtile.masks as m\n", "nn.py", "_k")
 
 
 @pytest.mark.parametrize(("place", "version"), [("sys.version", "3.9.1 (main)"), ("torch.__version__", "2.10.0+cpu")])
