@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from flashtile.api.blocks import create_block_mask
     from flashtile.api.quantize import quantize
     from flashtile.api.support import supports
+    from flashtile.call.events import Compilation, on_compile
     from flashtile.call.quantized import Quantized
     from flashtile.mods.block_mask import BlockMask
+    from flashtile.ops.log import log
 
 __version__ = "0.1.0"
 
@@ -27,14 +29,18 @@ __version__ = "0.1.0"
 _SUBMODULES = ("analysis", "compat", "distributed", "masks", "mods", "nn", "serving")
 _OTHERS = {
     "BlockMask": "flashtile.mods.block_mask",
+    "Compilation": "flashtile.call.events",
     "Quantized": "flashtile.call.quantized",
     "create_block_mask": "flashtile.api.blocks",
+    "log": "flashtile.ops.log",
+    "on_compile": "flashtile.call.events",
     "quantize": "flashtile.api.quantize",
     "supports": "flashtile.api.support",
 }
 
 __all__ = [
     "BlockMask",
+    "Compilation",
     "InvalidInputError",
     "Quantized",
     "UnsupportedError",
@@ -44,7 +50,9 @@ __all__ = [
     "backends",
     "create_block_mask",
     "explain",
+    "log",
     "merge_states",
+    "on_compile",
     "quantize",
     "support_table",
     "supports",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from flashtile.call.problem import Problem, Tensors
 from flashtile.call.quantized_call import QuantizedTensors
 from flashtile.core.states import Partial
 
+T = TypeVar("T")
 # decode: cached calls (``attention_with_kvcache``), whatever the number of their queries.
 # quantized: the forward of a ``flashtile.Quantized``.
 Direction = Literal["forward", "backward", "decode", "quantized"]
@@ -304,6 +305,25 @@ Given = tuple[()] | tuple[Tensor, Tensor | None]
 MEANWHILE: ContextVar[Callable[[], None] | None] = ContextVar("MEANWHILE", default=None)
 # Whether a kernel came from an archive: then it is called once all of a plan's have, unless a compiler does.
 LOADED: ContextVar[bool] = ContextVar("LOADED", default=False)
+# Makes the kind of call, as text, that kernels are built for; None where nobody has said.
+ASKED: ContextVar[Callable[[], str] | None] = ContextVar("ASKED", default=None)
+# While a plan's first run is observed: the names of kernels that it launches, each with its ``gpu.build``'s build.
+LAUNCHED: ContextVar[list[tuple[str, Any]] | None] = ContextVar("LAUNCHED", default=None)
+
+
+def asked_for(kind: Callable[[], str] | None, make: Callable[..., T], *args: Any) -> T:
+    """Calls a function that builds, or makes a plan that will build, for this kind of call; see ``ASKED``."""
+    token = ASKED.set(kind)
+    try:
+        return make(*args)
+    finally:
+        ASKED.reset(token)
+
+
+def note_launched(kernel: str, build: Any) -> None:
+    """A plan has found a kernel's build, or None where it is interpreted; see ``LAUNCHED``."""
+    if (launched := LAUNCHED.get()) is not None:
+        launched.append((kernel, build))
 
 
 @dataclass(frozen=True, eq=False)

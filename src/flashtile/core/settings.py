@@ -13,7 +13,9 @@ from flashtile.core.errors import InvalidInputError
 
 # Fastest first: a call that names no backend uses the first one that can run it.
 BACKENDS: tuple[str, ...] = ("hopper", "portable", "cpu")
-_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+# What can be logged.
+LOGGED = ("calls", "compiles", "ranges")
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,14 @@ class Setting:
         default: The value when the variable is unset.
         meaning: One sentence for the docs.
         values: The allowed values, in upper or lower case; empty for another program's variable. It may also be unset.
+        several: Whether it may have several of them, with commas between.
     """
 
     name: str
     default: str
     meaning: str
     values: tuple[str, ...] = ()
+    several: bool = False
 
     def text(self) -> str:
         """The variable's present value, as it was written, or its default."""
@@ -43,9 +47,17 @@ class Setting:
             InvalidInputError: The value is not one of the allowed values. Names the variable.
         """
         value = self.text().lower()
-        if self.values and value not in (*self.values, self.default):
-            raise InvalidInputError(self.name, f"is {value!r}, must be {' or '.join(self.values)}, or unset")
+        if self.values and not {*self._parts(value)} <= {*self.values, self.default}:
+            more = ", several with commas between" if self.several else ""
+            raise InvalidInputError(self.name, f"is {value!r}, must be {' or '.join(self.values)}{more}, or unset")
         return value
+
+    def parts(self) -> list[str]:
+        """The present values of a variable that may have several; raises as ``get``."""
+        return self._parts(self.get())
+
+    def _parts(self, value: str) -> list[str]:
+        return value.replace(" ", "").split(",") if self.several else [value]
 
     @cached_property
     def _key(self) -> object:
@@ -61,14 +73,14 @@ class Setting:
 
     def enabled(self) -> bool:
         """Whether the value is one of 1, true, yes, on (in any case)."""
-        return self.get() in _ON
+        return self.get() in ON
 
 
 CHECK = Setting(
     "FLASHTILE_CHECK",
     "0",
     "1 also checks what costs a device synchronisation: the values of cu_seqlens, scales, cache lengths and pages.",
-    (*_ON, *_OFF),
+    (*ON, *_OFF),
 )
 BACKEND = Setting(
     "FLASHTILE_BACKEND", "", "Forces a backend for calls that name none; it is refused, never replaced.", BACKENDS
@@ -88,7 +100,7 @@ COPIES = Setting(
     "FLASHTILE_COPIES",
     "auto",
     "Copy engines carry distributed.attention's keys among a host's GPUs: 0 never, auto where they can, 1 always.",
-    (*_ON, *_OFF, "auto"),
+    (*ON, *_OFF, "auto"),
 )
 
 TILES = Setting(
@@ -114,8 +126,16 @@ RECORD = Setting(
     "A file to which each kernel that has to be compiled adds a line, which flashtile build takes.",
 )
 
+LOG = Setting(
+    "FLASHTILE_LOG",
+    "0",
+    "What is said of calls while they run, as of flashtile.log; 1 is calls; read where a kind of call is new.",
+    (*LOGGED, *ON, *_OFF),
+    several=True,
+)
+
 SETTINGS: tuple[Setting, ...] = (
-    CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER, COPIES, TILES, CONFIG_HOME, KERNELS, RECORD,
+    CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER, COPIES, TILES, CONFIG_HOME, KERNELS, RECORD, LOG,
 )  # fmt: skip
 
 

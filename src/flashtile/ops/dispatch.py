@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from flashtile.call.arguments import BACKENDS, BY_KIND, STRICT, Grads, checked
-from flashtile.call.backend import DIRECTIONS, FEATURES, Backend, Build, Capabilities, Direction, Feature, directions_of
+from flashtile.call.backend import (
+    DIRECTIONS,
+    FEATURES,
+    Backend,
+    Build,
+    Capabilities,
+    Direction,
+    Feature,
+    asked_for,
+    directions_of,
+)
 from flashtile.call.problem import TINY, Problem
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError
@@ -92,8 +103,12 @@ def shares(chosen: Backend, problem: Problem, direction: Direction) -> list[tupl
 
 def builds(chosen: Backend, problem: Problem, direction: Direction, shapes: Any) -> list[Build]:
     """The kernels of a direction, by all backends that run it; shapes: the call's tensors on the meta device."""
-    of_shares = shares(chosen, problem, direction)
-    return [build for each, share in of_shares for build in each.builds(share, shapes, direction)]
+    made: list[Build] = []
+    for each, share in shares(chosen, problem, direction):
+        kind = partial(kind_of, share, direction)
+        of_share = each.builds(share, shapes, direction)
+        made += [dataclasses.replace(x, make=partial(asked_for, kind, x.make)) for x in of_share]
+    return made
 
 
 def _is_slow(name: str, problem: Problem, direction: Direction) -> bool:
@@ -152,16 +167,28 @@ def explain(problem: Problem, name: str | None = None, only: Direction | None = 
             lines.append(f"  {_of_bits(chosen.capabilities(direction), problem)}")
         if shapes is not None:
             lines += kernels(chosen, problem, direction, shapes)
-        for other in NAMES:
-            if other != chosen.name:
-                against = "; ".join(reasons(other, problem, direction))
-                if not against:
-                    slow = _is_slow(other, problem, direction)
-                    against = "could run it too, " + (
-                        f"slower up to {TINY} rows" if slow else f"{chosen.name} comes first"
-                    )
-                lines.append(f"  not {other}: {against}")
+        lines += [f"  {_against(other, chosen, problem, direction)}" for other in NAMES if other != chosen.name]
     return "\n".join(lines)
+
+
+def _against(other: str, chosen: Backend, problem: Problem, direction: Direction) -> str:
+    """Why another backend does not run a direction."""
+    why = "; ".join(reasons(other, problem, direction))
+    if not why:
+        is_asked_before = NAMES.index(other) < NAMES.index(chosen.name)
+        first = f"but {chosen.name} was named" if is_asked_before else f"{chosen.name} comes first"
+        why = f"could run it too, {f'slower up to {TINY} rows' if _is_slow(other, problem, direction) else first}"
+    return f"not {other}: {why}"
+
+
+def faster(chosen: Backend, problem: Problem, direction: Direction) -> list[str]:
+    """Why none of the backends that are asked before the chosen one runs a direction."""
+    return [_against(other, chosen, problem, direction) for other in NAMES[: NAMES.index(chosen.name)]]
+
+
+def kind_of(problem: Problem, direction: Direction) -> str:
+    """A direction of a problem in one line."""
+    return f"{direction} of {describe_problem(problem)}"
 
 
 def _of_bits(able: Capabilities | None, problem: Problem) -> str:

@@ -20,9 +20,20 @@ from torch import Tensor
 
 from flashtile.call.arguments import Options, is_plain
 from flashtile.call.axes import is_aligned
-from flashtile.call.backend import LOADED, MEANWHILE, Backend, Direction, Given, Gradients, Plan, directions_of
+from flashtile.call.backend import (
+    LOADED,
+    MEANWHILE,
+    Backend,
+    Direction,
+    Given,
+    Gradients,
+    Plan,
+    asked_for,
+    directions_of,
+)
 from flashtile.call.prepared import without_data
 from flashtile.call.problem import TINY, Problem, Tensors
+from flashtile.core import settings
 from flashtile.ops import dispatch
 
 K = TypeVar("K")
@@ -66,15 +77,27 @@ class ShapeClass:
         hide_backends()
         chosen = self.backend(direction, problem, name)
         shares = dispatch.shares(chosen, problem, direction)
-        if len(shares) == 1:
-            return chosen.plan(direction, problem, like, given)
-        main, rest = (backend.plan(direction, share, like, given) for backend, share in shares)
+        main, *others = (_planned(backend, share, direction, like, given) for backend, share in shares)
+        if not others:
+            return main
+        (rest,) = others
 
         def both(*call: Any) -> Gradients:
             found = rest(*call[:5])
             return dataclasses.replace(main(*call), dbias=found.dbias, doperands=found.doperands)
 
         return both
+
+
+def _planned(backend: Backend, problem: Problem, direction: Direction, like: Any, given: Given) -> Plan:
+    """A backend's plan: its builds know what they are for, and where that is wanted it says what it ran with."""
+    kind = functools.partial(dispatch.kind_of, problem, direction)
+    plan = asked_for(kind, backend.plan, direction, problem, like, given)
+    if not settings.LOG.raw():
+        return plan
+    from flashtile.ops.log import logged  # what few programs need is not loaded by all
+
+    return logged(plan, backend, problem, direction)
 
 
 @contextlib.contextmanager

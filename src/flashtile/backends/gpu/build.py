@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import os
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +21,18 @@ from typing import Any
 import torch
 
 from flashtile.backends.gpu import archive, driver
-from flashtile.backends.gpu.launch import IMPORTS, Launch, Specialisation, compile_kernel, lower, specialise, text_of
+from flashtile.backends.gpu.launch import (
+    COMPILED,
+    IMPORTS,
+    Launch,
+    Specialisation,
+    compile_kernel,
+    lower,
+    specialise,
+    text_of,
+)
 from flashtile.call import backend as base
+from flashtile.call import events
 from flashtile.call.backend import LOADED
 from flashtile.call.problem import AHEAD, Gpu
 from flashtile.core import settings
@@ -40,7 +51,8 @@ class LoadedKernel:
         layout: Layout of its argument block; None if it cannot be launched without Triton.
         places: For each run-time leaf, in order: the 64-bit word of a block that its address is written to, None for a
             number, and of a tensor descriptor (box, swizzle, bytes of an element).
-        archive: Path of the archive that it was loaded from, empty if it was compiled.
+        archive: Path of the archive that it was loaded from, empty if Triton made it.
+        seconds: How long a call waited while it was compiled; None for one of an archive, or of Triton's cache.
     """
 
     compiled: Any
@@ -50,6 +62,14 @@ class LoadedKernel:
     layout: driver.BlockLayout | None
     places: list[tuple[int | None, tuple[Any, ...] | None]]
     archive: str = ""
+    seconds: float | None = None
+
+    @property
+    def origin(self) -> str:
+        """Where its code came from."""
+        if self.archive:
+            return f"from an archive ({self.archive})"
+        return "from Triton's cache" if self.seconds is None else f"compiled in {self.seconds:.1f} s"
 
 
 # Keys keep their kernels alive; the tensor maps' makers keep Gluon's layouts alive.
@@ -65,9 +85,12 @@ def find_build(launch: Launch, device: int, key: tuple[Any, ...] | None = None) 
     lowered = key or lower(launch)[0]
     key = device, *lowered
     if key not in _builds:
+        made = None
         with _locks.setdefault(key, threading.Lock()):
             if key not in _builds:
-                _builds[key] = _from_archive(launch, lowered, device) or _compiled(launch, device)
+                made = _builds[key] = _from_archive(launch, lowered, device) or _compiled(launch, device)
+        if made is not None and made.seconds is not None:
+            events.compiled(launch.kernel.__name__, made.seconds)
     return _builds[key]
 
 
@@ -95,10 +118,12 @@ def _compiled(launch: Launch, device: int) -> LoadedKernel:
         )
     if (place := settings.RECORD.text()) and torch.version.hip is None:  # archives hold no code for AMD
         _record(launch, os.path.expanduser(place))
+    start_s = time.perf_counter()
     start_hashing()
     what = specialise(launch)
     with _alone(launch):
-        return make_build(what, load(launch, what, device))
+        made = make_build(what, load(launch, what, device))
+    return replace(made, seconds=time.perf_counter() - start_s) if COMPILED.get() else made
 
 
 def _record(launch: Launch, place: str) -> None:

@@ -30,6 +30,7 @@ from flashtile.backends.gpu.launch import (
     mapped,
     with_functions,
 )
+from flashtile.call.backend import note_launched
 
 _CONTEXT_MISSING = 201
 
@@ -65,11 +66,13 @@ class Launcher:
         # What Triton's launcher and its interpreter take, but for the operands.
         self._launch, self._leaves = launch, leaves
         if self.device is None:
+            note_launched(self.kernel.__name__, None)
             return
         is_direct = build.is_direct()
         if is_direct:
             driver.ensure_context(self.device)
         self._build = build.find_build(launch, self.device, key)
+        note_launched(self.kernel.__name__, self._build)
         if is_direct and self._build.layout is not None:
             self._lay_out(leaves, self._build.layout, sources)
         elif launch.cluster > 1:

@@ -12,6 +12,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,9 @@ from torch import Tensor
 
 from flashtile.backends.gpu.named import DeviceFunction, loaded
 from flashtile.call.backend import MEANWHILE
+
+# Whether Triton had to compile what this thread asked for last, which its cache did not have.
+COMPILED: ContextVar[bool] = ContextVar("COMPILED", default=False)
 
 TYPES = {
     torch.float16: "fp16",
@@ -340,15 +344,17 @@ def compile_kernel(kernel: Any, what: Specialisation, options: Mapping[str, obje
     import triton
 
     source, after = source_of(kernel, what, target.backend == "hip"), MEANWHILE.get()
-    if after is not None:
-        MEANWHILE.set(None)
-        source.make_ir = functools.partial(_make_ir, source.make_ir, after)
+    MEANWHILE.set(None)
+    COMPILED.set(False)
+    source.make_ir = functools.partial(_make_ir, source.make_ir, after)
     return triton.compile(source, target=target, options=dict(options))
 
 
-def _make_ir(make: Callable[..., Any], after: Callable[[], None], *given: Any) -> Any:
+def _make_ir(make: Callable[..., Any], after: Callable[[], None] | None, *given: Any) -> Any:
+    COMPILED.set(True)
     made = make(*given)
-    after()
+    if after is not None:
+        after()
     return made
 
 

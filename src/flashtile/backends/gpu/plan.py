@@ -13,7 +13,7 @@ from flashtile.backends.gpu.host import Launcher, kept, run
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.masks import most_bounds
 from flashtile.backends.gpu.trial import on_trial
-from flashtile.call.backend import Gradients
+from flashtile.call.backend import ASKED, Gradients, asked_for
 from flashtile.call.problem import Problem, Tensors
 from flashtile.core.states import Partial
 
@@ -43,13 +43,15 @@ class Plan:
         """
         self._device, self._prepare, self._attempt = device, prepare, attempt
         self._kinds: dict[Any, tuple[Memory, list[Launcher]]] = {}
+        self._asked = ASKED.get()
 
     def run(self, tensors: Any, made: Made, kind: Any = None) -> Made:
         """Launches; ``made`` is what the call is given besides its tensors, to which its memory is added."""
         key = kind, on_trial()
         found = self._kinds.get(key)
         if found is None:
-            found = self._kinds[key] = self._attempt(lambda: self._make(tensors, made, kind))
+            make = functools.partial(self._make, tensors, made, kind)
+            found = self._kinds[key] = asked_for(self._asked, self._attempt, make)
         memory, launchers = found
         for name, allocate in memory.items():
             if name not in made:

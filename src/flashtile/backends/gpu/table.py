@@ -12,7 +12,7 @@ import torch
 
 from flashtile.backends.gpu import build
 from flashtile.call.arguments import Grads
-from flashtile.call.backend import Build, Capabilities, Direction, Given, Limit, Plan
+from flashtile.call.backend import ASKED, Build, Capabilities, Direction, Given, Limit, Plan, asked_for
 from flashtile.call.problem import Problem
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ class SplitForward(Kernel):
         """The plan of the call over a cache; a result over other keys is merged by the next row's kernel."""
         regular = table.kernel("forward", problem, after=self)
         place, cached = module("gpu.decode.split_forward"), functools.partial(table.plan, "decode", as_cached(problem))
-        plan: Plan = place.SplitForwardPlan(problem, like, cached, functools.partial(regular.make, table, problem))
+        merging = functools.partial(asked_for, ASKED.get(), regular.make, table, problem)
+        plan: Plan = place.SplitForwardPlan(problem, like, cached, merging)
         return plan
 
 
