@@ -296,6 +296,26 @@ def test_a_kind_of_call_may_find_its_build_there(
     ]  # fmt: skip
 
 
+def test_what_a_line_says_of_lengths_makes_no_kind(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's prompts have any number of rows, which Hopper's line names."""
+    pytest.importorskip("triton.experimental.gluon")
+    monkeypatch.setenv("FLASHTILE_KERNELS", "off")
+    archive.archives.cache_clear()
+    monkeypatch.setattr(build, "_builds", {})
+    _forward_with(monkeypatch, 2.04)
+    flashtile.log()
+    q, cache = torch.empty(120, 8, 64, device="meta").half(), torch.empty(64, 16, 2, 64, device="meta").half()
+    bounds, table = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((3,), (2, 32)))
+    with planned_for("sm_90"):
+        for most in (100, 101, 102):
+            flashtile.attention_with_kvcache(
+                q, cache, cache, cache_seqlens=bounds[1:], page_table=table, cu_seqlens_q=bounds, max_seqlen_q=most
+            )
+    archive.archives.cache_clear()
+    (line,) = lines
+    assert ": hopper: 400 rows a key head: the forward's kernel" in line
+
+
 def test_compiles_are_told_to_functions_until_these_are_removed(
     sm_80: Callable[..., Any], lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,8 @@ from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.ops import dispatch, plans
 
-# Lines that were written, without lengths, and the builds that they named.
-_lines: set[tuple[str, ...]] = set()
+# What lines were written of, and the builds that they named.
+_lines: set[tuple[Any, ...]] = set()
 _named: set[Any] = set()
 
 
@@ -25,8 +25,8 @@ def log(what: str | None = "calls") -> None:
     """Says what runs: lines for Python's logger ``flashtile``, which go to stderr unless the program has handlers.
 
     Sets the variable ``FLASHTILE_LOG``, so that processes that are started later do the same, and makes all kinds of
-    calls new again, so that those that have run before are told too: each is planned once more. Kinds are told from one
-    another by all that ``explain`` says but batch and lengths, and by their kernels.
+    calls new again, so that those that have run before are told too: each is planned once more. Calls that differ in
+    batch and lengths alone are of one kind, unless they run with other builds.
 
     Args:
         what: ``"calls"``: a line for each new kind of call: backend, kernels, tiles, why no faster backend, and where
@@ -95,11 +95,12 @@ class _LoggedPlan:
         p, direction = self._problem, self._direction
         how = f"{self._backend.name}: {self._backend.describe(p, direction)}"
         alike = dispatch.kind_of(p.but(batch=0, seqlen_q=0, seqlen_k=0), direction)
-        line = alike, how, *(kernel for kernel, _ in launched)
-        fresh = {build for _, build in launched if build is not None} - _named
-        if line in _lines and not fresh:
+        # Tiles are in the builds; what is said of them may have lengths too.
+        key = (alike, self._backend.name, *launched) if launched else (alike, how)
+        if key in _lines:
             return
-        _lines.add(line)
+        _lines.add(key)
+        fresh = {build for _, build in launched if build is not None} - _named
         _named.update(fresh)
         kernels = dict.fromkeys(f"{kernel} {_origin(build, build in fresh)}" for kernel, build in launched)
         faster = dispatch.faster(self._backend, p, direction)
