@@ -6,6 +6,7 @@ against it.
 
 from __future__ import annotations
 
+import collections
 import enum
 import importlib
 import sys
@@ -49,7 +50,22 @@ METHODS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "init_forward_metadata_out_graph": ("forward_batch", "in_capture"),
             "init_cuda_graph_state": ("max_bs", "max_num_tokens"),
             "get_cuda_graph_seq_len_fill_value": (), "support_triton": (),
+            "update_verify_buffers_to_fill_after_draft": ("spec_info", "cuda_graph_bs"),
             "forward_extend": _CALL, "forward_decode": _CALL,
+        },
+    },
+    # A drafter's backends have no class above theirs.
+    "sglang.srt.layers.attention.triton_backend": {
+        "TritonMultiStepDraftBackend": {
+            "init_forward_metadata": ("forward_batch",),
+            "init_forward_metadata_out_graph": ("forward_batch", "in_capture"),
+            "init_forward_metadata_in_graph": ("forward_batch",),
+            "init_cuda_graph_state": ("max_bs", "max_num_tokens"),
+        },
+    },
+    "sglang.srt.speculative.draft_utils": {
+        "DraftBackendFactory": {
+            "_create_backend": ("backend_name", "backend_map", "error_template", "stamps_children"),
         },
     },
 }  # fmt: skip
@@ -68,6 +84,9 @@ READ: dict[str, dict[str, set[str]]] = {
             "extend_seq_lens_cpu", "req_pool_indices", "out_cache_loc",
         },
     },
+    "sglang.srt.speculative.spec_info": {"SpecInputType": {"EAGLE_DRAFT", "EAGLE_DRAFT_EXTEND", "EAGLE_VERIFY"}},
+    "sglang.srt.speculative.eagle_info": {"EagleVerifyInput": {"draft_token_num", "topk", "custom_mask"}},
+    "sglang.srt.layers.attention.verify_mask": {"VerifyMask": {"buffer", "mode", "max_bs"}},
     "sglang.srt.server_args": {"ServerArgs": {"enable_deterministic_inference"}},
     "sglang.srt.mem_cache.swa_memory_pool": {
         "SWAKVPool": {"translate_loc_from_full_to_swa", "get_key_buffer", "get_value_buffer", "set_kv_buffer"},
@@ -98,6 +117,10 @@ def _stand_ins() -> dict[str, types.ModuleType]:
     found["vllm.envs"] = {"VLLM_BATCH_INVARIANT": False}
     found["sglang.srt.layers.radix_attention"] = {
         "AttentionType": enum.Enum("AttentionType", ["DECODER", "ENCODER_ONLY"])
+    }
+    found["sglang.srt.layers.attention.verify_mask"] = {
+        "TreeMaskMode": enum.Enum("TreeMaskMode", ["QLEN_ONLY"]),
+        "VerifyMask": collections.namedtuple("VerifyMask", ["buffer", "mode", "max_bs"]),
     }
     found["sglang.srt.mem_cache.memory_pool"] = {"KVWriteLoc": lambda loc, swa_loc: (loc, swa_loc)}
     found["sglang.srt.mem_cache.swa_memory_pool"] = {"SWAKVPool": type("SWAKVPool", (), {})}
