@@ -26,7 +26,7 @@ from tests.trees import ancestors
 SGLANG = "flashtile.integrations._sglang_backend"
 VOCABULARY, HIDDEN, LAYERS, HEADS, HEADS_KV, DIM = 40, 32, 2, 4, 2, 16
 # Shorter than a page of 16, longer, and whole pages.
-PROMPTS, NEW_TOKENS, WIDTH = [9, 21, 32], 20, 112
+PROMPTS, NEW_TOKENS, WIDTH = [9, 21, 32], 16, 112
 FULL, SPARE = 4, 2  # A graph's requests, and how many pages of the pool are nobody's.
 
 
@@ -323,9 +323,10 @@ class Worker:
 SHAPES = {"chain": (1, 4, 5, 1), "chain of pages": (1, 4, 5, 16), "tree": (3, 4, 12, 1), "tree of pages": (2, 3, 7, 16)}
 
 
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("name", list(SHAPES))
+CASES = [*itertools.product(SHAPES, (False, True), (6,)), ("tree", True, None), ("chain of pages", False, None)]
+
+
+@pytest.mark.parametrize(("name", "graphs", "window"), CASES)
 def test_what_is_written_is_what_greedy_decoding_writes(
     sglang: Any, name: str, graphs: bool, window: int | None
 ) -> None:
@@ -335,19 +336,16 @@ def test_what_is_written_is_what_greedy_decoding_writes(
     assert sum(map(len, worker.accepted)) > 1.5 * len(worker.accepted)
     assert any(rows != [*range(len(rows))] for rows in worker.accepted) == name.startswith("tree")
     # A wrong draft changes no token, so a branch's logits are compared by themselves.
-    for tokens, got in worker.branches:
+    for tokens, got in worker.branches[::7]:
         torch.testing.assert_close(got, worker.drafter.plain(tokens))
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_a_tree_read_as_a_chain_writes_something_else(
-    sglang: Any, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tree_read_as_a_chain_writes_something_else(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def chain(mask: Tensor, rows: int) -> Tensor:
         return tree_words(torch.ones(rows, rows, dtype=torch.bool).tril().expand(len(mask) // rows**2, -1, -1))
 
     monkeypatch.setattr(sglang, "tree_from_sglang", chain)
-    worker = Worker(sglang, *SHAPES["tree"], graphs=False, window=window)
+    worker = Worker(sglang, *SHAPES["tree"], graphs=False, window=None)
     assert worker.generate(NEW_TOKENS) != [worker.target.greedy(prompt, NEW_TOKENS) for prompt in worker.prompts]
 
 
