@@ -28,7 +28,9 @@ class Runs:
         """What the engine writes, and how many of its attention calls flashtile ran."""
         name, start_s = "-".join([model, whose, *map(str, more.values())]), time.perf_counter()
         file = self.folder / f"{self.engine}-{name}.json"
-        file.unlink(missing_ok=True)
+        accepted = Path(f"{file}.accepted")
+        for each in (file, accepted):
+            each.unlink(missing_ok=True)
         what, log = [str(self.folder / model), str(file), whose, json.dumps(more)], file.with_suffix(".log")
         command = [sys.executable, "-m", f"tests.plugins.run_{self.engine}", *what]
         with log.open("w") as opened:
@@ -38,6 +40,8 @@ class Runs:
         found = json.loads(file.read_text())
         found["told"] = "attention runs with flashtile" in log.read_text()
         found["seconds"] = time.perf_counter() - start_s
+        if accepted.exists():
+            found["accepted"] = [json.loads(line) for line in accepted.read_text().splitlines()]
         return found
 
     def judge(self, name: str, got: Any, want: Any, same: int | None = None) -> None:
@@ -77,6 +81,16 @@ def sglang(runs: Runs) -> None:
             runs.judge("llama against its own attention", ours, runs.tokens(model, "stock"))
             runs.judge("llama, pages of 16", runs.tokens(model, "ours", page_size=16), want)
             runs.judge("llama, mixed chunks", runs.tokens(model, "ours", enable_mixed_chunk=True), want)
+            for what, topk, rows, page_size in (("a tree", 3, 12, 1), ("a chain, pages of 16", 1, 5, 16)):
+                how = dict(speculative_algorithm="STANDALONE", speculative_num_steps=4, speculative_eagle_topk=topk)
+                how |= dict(speculative_num_draft_tokens=rows, page_size=page_size)
+                drafts = runs.tokens(model, "ours", **how)
+                runs.judge(f"llama, drafts in {what}", drafts, want)
+                # A tree is needed where others than its first rows are accepted.
+                apart = sum(rows != [*range(len(rows))] for rows in drafts["accepted"])
+                told = f"{sum(map(len, drafts['accepted']))} tokens in {len(drafts['accepted'])} rounds"
+                print(f"sglang llama, drafts in {what}: {told}, {apart} of rows that lie apart", flush=True)
+                runs.failed += (apart > 0) != (topk > 1)
         runs.judge(f"{model}, scores a tenth smaller", runs.tokens(model, "broken"), want, same=0)
 
 

@@ -15,6 +15,7 @@ import transformers as hf
 
 VOCABULARY, NEW_TOKENS, WINDOW = 512, 16, 24
 SCORES, OTHERS = 2.0, 1.0  # what a product with a weight multiplies a vector's length by
+DRAFTER_NOISE = 0.03
 # gemma2's output is its input's embedding, which it would repeat if attention and the layers behind it added little.
 GEMMA2_NORMS = {"post_attention_layernorm": 20.0, "post_feedforward_layernorm": 5.0}
 
@@ -36,8 +37,8 @@ CONFIGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make(name: str) -> Any:
-    """The model in float32, for inference; every call gives the same weights."""
+def make(name: str, noise: float = 0.0) -> Any:
+    """The model in float32, for inference; every call gives the same weights, with so much noise beside them."""
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
     with torch.no_grad():
@@ -49,6 +50,9 @@ def make(name: str) -> Any:
                 weight.normal_(std=gain / weight.shape[-1] ** 0.5)
             elif name == "gemma2" and (norm := key.split(".")[-2]) in GEMMA2_NORMS:
                 weight.fill_(GEMMA2_NORMS[norm])
+        for weight in model.parameters():
+            if noise and weight.dim() > 1:
+                weight += noise * weight.std() * torch.randn_like(weight)
     return model.eval()
 
 
@@ -71,9 +75,10 @@ def eager(name: str) -> list[list[int]]:
 
 
 def write(folder: Path) -> None:
-    """Saves each model as a checkpoint, once."""
+    """Saves each model as a checkpoint, and a drafter for the first, once."""
     hf.utils.logging.disable_progress_bar()
     hf.utils.logging.set_verbosity_error()
-    for name in CONFIGS:
+    made = {name: (name, 0.0) for name in CONFIGS} | {"llama_drafter": ("llama", DRAFTER_NOISE)}
+    for name, how in made.items():
         if not (folder / name / "config.json").exists():
-            make(name).save_pretrained(folder / name)
+            make(*how).save_pretrained(folder / name)

@@ -6,11 +6,12 @@ WHOSE is "stock", "ours" or "broken". SGLang's processes import this module too,
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
 import flashtile
-import tests.plugins.sglang_cpu  # noqa: F401
+import tests.plugins.sglang_cpu
 from flashtile.integrations import sglang as ours
 from tests.plugins import models
 
@@ -18,6 +19,12 @@ MODEL, FILE, WHOSE, SETTINGS = sys.argv[1:]
 # SGLang takes gpt-oss with backends of a closed list alone, so there ours runs under one of their names.
 NAME = "triton" if MODEL.endswith("gpt_oss") else ours.NAME
 
+HOW = json.loads(SETTINGS)
+if "speculative_algorithm" in HOW:
+    import tests.plugins.sglang_drafts  # noqa: F401
+
+    HOW["speculative_draft_model_path"] = f"{MODEL}_drafter"
+    os.environ["ACCEPTED"] = f"{FILE}.accepted"
 if NAME != ours.NAME:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -40,7 +47,7 @@ def main() -> None:
         max_running_requests=8, disable_cuda_graph=True, chunked_prefill_size=64, random_seed=0, log_level="info",
         disable_overlap_schedule=True,
     )  # fmt: skip
-    engine = sglang.Engine(**settings | json.loads(SETTINGS))
+    engine = sglang.Engine(**settings | HOW)
     how, found = {"temperature": 0, "max_new_tokens": models.NEW_TOKENS, "ignore_eos": True}, []
     for _ in range(2):  # the second time the prompts are in the cache
         for each in engine.generate(input_ids=models.prompts(), sampling_params=how):
