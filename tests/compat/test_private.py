@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError
+from flashtile.compat import _kvcache
 from flashtile.compat import _private as private
 from flashtile.compat import flash_attn_2 as fa2
 from tests.compat.by_hand import assert_same
@@ -87,6 +89,45 @@ def test_varlen_equals_autograd() -> None:
     assert_same((delta,), ((dout * out).sum(-1).T,))
 
 
+def test_varlen_of_the_first_keys_of_each_sequence() -> None:
+    torch.manual_seed(1)
+    cu, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 5, 18], [3, 0, 9]))
+    q, k, v = (randn(18, heads, 8).detach() for heads in (2, 1, 1))
+    tail = (18, 18, 0.0, 8**-0.5, True)
+    found = private._flash_attn_varlen_forward(q, k, v, cu, cu, *tail, seqused_k=used)
+    rows = torch.tensor([0, 1, 2, *range(5, 14)])
+    shorter = torch.tensor([0, 3, 3, 12], dtype=torch.int32)
+    expected = private._flash_attn_varlen_forward(q, k[rows], v[rows], cu, shorter, *tail)
+    assert_same(found[:2], expected[:2])
+    k[[3, 4, 14, 17]] = torch.nan
+    assert_same(private._flash_attn_varlen_forward(q, k, v, cu, cu, *tail, seqused_k=used)[:2], expected[:2])
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_one_split_gives_a_sequence_bits_of_its_own(in_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    if in_pages:
+        within, name = _kvcache, "attention_with_kvcache"
+    else:
+        within, name = private.ops, "attention"
+    call = getattr(within, name)
+
+    def spy(*args: Any, **keywords: Any) -> Any:
+        seen.append(keywords["batch_invariant"] if in_pages else args[1].batch_invariant)
+        return call(*args, **keywords)
+
+    monkeypatch.setattr(within, name, spy)
+    cu, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 16], [5, 11]))
+    q = torch.randn(16, 2, 8)
+    pages = {"block_table": torch.arange(2, dtype=torch.int32)[:, None], "seqused_k": used} if in_pages else {}
+    k = torch.randn(2, 16, 2, 8) if in_pages else q
+    for splits in (0, 1):
+        private._flash_attn_varlen_forward(
+            q, k, k, cu, None if in_pages else cu, 11, 16, 0.0, 0.3, True, num_splits=splits, **pages
+        )
+    assert list(map(bool, seen)) == [False, True]
+
+
 def test_dropout_state_carries_to_the_backward() -> None:
     q, k, v = randn(1, 16, 2, 16), randn(1, 16, 2, 16), randn(1, 16, 2, 16)
     torch.manual_seed(2)
@@ -139,9 +180,10 @@ def test_gradients_by_halves_of_the_keys_add_up() -> None:
 def test_refusals_name_their_argument() -> None:
     x, cu = torch.zeros(4, 1, 8), torch.tensor([0, 4], dtype=torch.int32)
     start = (x, x, x, cu, cu, 4, 4, 0.0, 1.0, False)
-    for name in ("leftpad_k", "seqused_k"):
-        with pytest.raises(UnsupportedError, match=f"^{name}: "):
-            private._flash_attn_varlen_forward(*start, **{name: cu})
+    with pytest.raises(UnsupportedError, match="^leftpad_k: "):
+        private._flash_attn_varlen_forward(*start, leftpad_k=cu)
+    with pytest.raises(InvalidInputError, match="^seqused_k: is 5 for sequence 0, which has 4 rows"):
+        private._flash_attn_varlen_forward(*start, seqused_k=torch.tensor([5], dtype=torch.int32))
     with pytest.raises(RuntimeError, match="^num_splits > 1 is not supported"):
         private._flash_attn_varlen_forward(*start, num_splits=2)
     with pytest.raises(InvalidInputError, match="^k: .*block_table is missing"):

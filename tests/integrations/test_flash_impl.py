@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +32,11 @@ def on_cpu() -> Iterator[None]:
 
 def has_kernel(name: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
+
+
+# Since PyTorch 2.12.
+WHOLE = "block_table" in inspect.signature(varlen.varlen_attn).parameters
+of_parts_of_keys = pytest.mark.skipif(not WHOLE, reason="this PyTorch's varlen_attn has no seqused_k and block_table")
 
 
 def test_users_activate_and_restore_it_by_name() -> None:
@@ -164,15 +171,197 @@ def test_inference_writes_into_the_tensor_that_is_given() -> None:
     assert_close({"lse": lse}, lambda: {"lse": lse_of(q.double(), k.double(), 0.25)}, plain, q.dtype)
 
 
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def by_sequence(
+    q: tuple[Tensor, ...], k: tuple[Tensor, ...], v: tuple[Tensor, ...], window: tuple[int, int]
+) -> dict[str, Tensor]:
+    """out and lse of sequences, each ``(rows, heads, head_dim)``; -1 is an open side."""
+    outs, lses = [], []
+    for each in zip(q, k, v, strict=True):
+        one_q, one_k, one_v = (x.transpose(0, 1).repeat_interleave(4 // x.shape[1], 0) for x in each)
+        apart = torch.arange(one_k.shape[1]) - torch.arange(one_q.shape[1])[:, None]
+        apart = apart - (one_k.shape[1] - one_q.shape[1])
+        keep = ((window[0] < 0) | (apart >= -window[0])) & ((window[1] < 0) | (apart <= window[1]))
+        scores = (one_q @ one_k.mT * 0.3).masked_fill(~keep, -torch.inf)
+        outs.append((scores.softmax(-1).nan_to_num() @ one_v).transpose(0, 1))
+        lses.append(scores.logsumexp(-1))
+    return {"out": torch.cat(outs), "lse": torch.cat(lses, -1)}
+
+
+# Queries and keys of each sequence, and of its keys those that are used; pages have four keys.
+ROWS, KEYS, USED = (5, 1, 8), (9, 6, 8), (7, 0, 8)
+BOUNDS = ints(0, 5, 6, 14), ints(0, 9, 15, 23)
+TABLE = torch.tensor([[4, 1, 6], [0, 0, 0], [5, 2, 3]], dtype=torch.int32)
+
+
+@of_parts_of_keys
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(("window", "num_splits"), [((-1, -1), None), ((-1, 0), 1), ((3, 1), 4)])
+@pytest.mark.usefixtures("on_cpu")
+def test_varlen_attn_over_parts_of_keys(
+    window: tuple[int, int], num_splits: int | None, paged: bool, inplace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(4)
+    q, k, v = torch.randn(14, 4, 16), torch.randn(23, 2, 16), torch.randn(23, 2, 16)
+    seen: list[int] = []
+    forward = _flash_impl.flash_attn._flash_attn_varlen_forward
+
+    def spy(*args: Any) -> Any:
+        seen.append(args[-1])
+        return forward(*args)
+
+    monkeypatch.setattr(_flash_impl.flash_attn, "_flash_attn_varlen_forward", spy)
+    used = [tuple(x[:n] for x, n in zip(whole.split(KEYS), USED, strict=True)) for whole in (k, v)]
+    keywords: dict[str, Any] = {"seqused_k": ints(*USED), "num_splits": num_splits, "enable_gqa": True}
+    keywords |= {"window_size": window, "scale": 0.3, "return_aux": varlen.AuxRequest(lse=True)}
+    bounds_k: Tensor | None = BOUNDS[1]
+    if paged:
+        pages = [torch.full((7, 4, 2, 16), torch.nan) for _ in range(2)]
+        for whole, given in zip(pages, used, strict=True):
+            for row, each in zip(TABLE.tolist(), given, strict=True):
+                for j, one in enumerate(each):
+                    whole[row[j // 4], j % 4] = one
+        k, v = pages
+        keywords["block_table"], bounds_k = TABLE, None
+    given = (q, k, v, BOUNDS[0], bounds_k, 8, 9)
+    if inplace:
+        out = torch.full_like(q, torch.nan)
+        found, lse = varlen.varlen_attn_out(out, *given, **keywords)
+        assert found is out
+    else:
+        out, lse = varlen.varlen_attn(*given, **keywords)
+    assert seen == [int(num_splits == 1)] and sdpa.calls.served == 1
+    sequences = (q.split(ROWS), *used)
+    wide = [tuple(x.double() for x in each) for each in sequences]
+    plain = by_sequence(*sequences, window)
+    assert_close({"out": out, "lse": lse}, lambda: by_sequence(*wide, window), plain, q.dtype)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("on_cpu")
+def test_quantized_sdpa_operator(causal: bool, compiled: bool) -> None:
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(4)
+    # Heads beside one another in memory, as a projection leaves them.
+    shapes = ((2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16))
+    q, k, v = (torch.randn(x, generator=generator).to(torch.float8_e4m3fn).transpose(1, 2) for x in shapes)
+    descales = [torch.rand(2, 2, generator=generator) + 0.5 for _ in range(3)]
+
+    def run(*given: Tensor) -> tuple[Tensor, Tensor]:
+        found = aten._scaled_dot_product_flash_attention.quantized(*given, 0.0, causal, scale=0.3)
+        return found[0], found[1]
+
+    out, lse = (torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run)(q, k, v, *descales)
+    assert out.dtype == torch.bfloat16 and out.stride() == q.stride() and sdpa.calls.served == 1
+
+    def wide(x: Tensor, descale: Tensor) -> Tensor:
+        scaled = x.double() * descale.double().repeat_interleave(x.shape[1] // 2, 1)[..., None, None]
+        return scaled.repeat_interleave(4 // x.shape[1], 1)
+
+    exact = [wide(x, descale) for x, descale in zip((q, k, v), descales, strict=True)]
+    want, _ = aten._scaled_dot_product_attention_math(*exact, None, is_causal=causal, scale=0.3)
+    scores = exact[0] @ exact[1].mT * 0.3
+    if causal:
+        scores = scores.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf)
+    torch.testing.assert_close(out, want.to(out.dtype))
+    torch.testing.assert_close(lse, scores.logsumexp(-1).to(lse.dtype))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_quantized_packed_operator() -> None:
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(x, 4, 16, generator=generator).to(torch.float8_e4m3fn) for x in (14, 23, 23))
+    descales = [torch.rand(3, 4, generator=generator) + 0.5 for _ in range(3)]
+    call = (q, k, v, *BOUNDS, 8, 9, 0.0, False, False)
+    keywords = {"scale": 0.3, "window_size_left": 3, "window_size_right": 1, "seqused_k": ints(*USED)}
+    out, lse, *_ = aten._flash_attention_forward.quantized(*call, *descales, **keywords)
+    assert out.dtype == torch.bfloat16 and sdpa.calls.served == 1
+
+    def sequences(x: Tensor, descale: Tensor, lengths: tuple[int, ...], used: tuple[int, ...]) -> tuple[Tensor, ...]:
+        parts = zip(x.double().split(lengths), descale.double(), used, strict=True)
+        return tuple(part[:n] * by_head[:, None] for part, by_head, n in parts)
+
+    sides = ((q, ROWS, ROWS), (k, KEYS, USED), (v, KEYS, USED))
+    wide = [sequences(x, descale, *lengths) for (x, *lengths), descale in zip(sides, descales, strict=True)]
+    want = by_sequence(*wide, (3, 1))
+    torch.testing.assert_close(out, want["out"].to(out.dtype))
+    torch.testing.assert_close(lse, want["lse"].to(lse.dtype))
+    plain, *_ = aten._flash_attention_forward(*call, **keywords)  # without descales they are 1
+    ones, *_ = aten._flash_attention_forward.quantized(*call, *[torch.ones(3, 4)] * 3, **keywords)
+    assert torch.equal(plain, ones) and not torch.equal(plain, out)
+
+
 @pytest.mark.parametrize(("name", "argument"), [
-    ("seqused_k", torch.tensor([3, 3], dtype=torch.int32)), ("num_splits", 2),
-    ("block_table", torch.zeros(2, 1, dtype=torch.int32)),
+    ("seqused_k", ints(3, 3)), ("num_splits", 2), ("block_table", torch.zeros(2, 1, dtype=torch.int32)),
 ])  # fmt: skip
 @pytest.mark.usefixtures("on_cpu")
 def test_what_flashtile_lacks_is_refused(name: str, argument: object) -> None:
     q = torch.randn(2, 5, 4, 16)
-    with pytest.raises(UnsupportedError, match=name):
-        aten._flash_attention_forward(q, q, q, None, None, 5, 5, 0.0, False, False, **{name: argument})
+    known = [each.name for each in aten._flash_attention_forward.default._schema.arguments]
+    if name in known:
+        with pytest.raises(UnsupportedError, match=name):
+            aten._flash_attention_forward(q, q, q, None, None, 5, 5, 0.0, False, False, **{name: argument})
     with pytest.raises(UnsupportedError, match="return_debug_mask"):
         aten._flash_attention_forward(q, q, q, None, None, 5, 5, 0.0, False, True)
+    x = q.to(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedError, match="dropout_p .* is 0.5"):
+        aten._flash_attention_forward(x, x, x, None, None, 5, 5, 0.5, False, False)
+    if name in known and name != "seqused_k":  # which goes with packed sequences of 8 bits
+        with pytest.raises(UnsupportedError, match=name):
+            aten._flash_attention_forward(x[0], x[0], x[0], *BOUNDS, 5, 5, 0.0, False, False, **{name: argument})
     assert sdpa.calls.served == 0
+
+
+# cuDNN, which PyTorch may ask first.
+
+
+@pytest.fixture
+def cudnn() -> Iterator[list[str]]:
+    """Stands for cuDNN's kernels on CPU tensors, and notes the calls; the function is registered over it."""
+    seen: list[str] = []
+    library = torch.library.Library("aten", "IMPL", "CPU")
+
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Any, with_lse: bool, *plain: Any, scale: Any = None) -> Any:
+        seen.append(f"{len(plain)}, {scale}")
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, *plain[:2], scale=scale)
+        return out, lse, None, None, q.shape[2], k.shape[2], ints(0), ints(0), out.new_empty(0)
+
+    library.impl("_scaled_dot_product_cudnn_attention", run)
+    sdpa.calls.clear()
+    handle = _flash_impl.Handle(sdpa.calls, "CPU")
+    yield seen
+    handle.remove()
+    left = sdpa.calls.left.total()
+    aten._scaled_dot_product_cudnn_attention(*[torch.ones(1, 1, 1, 16)] * 3, None, True)
+    assert sdpa.calls.left.total() == left, "still counts"
+    library._destroy()
+
+
+def test_calls_that_cudnn_gets_are_counted_and_the_first_one_warns(cudnn: list[str]) -> None:
+    q = torch.randn(1, 2, 5, 16)
+
+    def run() -> Tensor:
+        return aten._scaled_dot_product_cudnn_attention(q, q, q, None, True, 0.0, True, scale=0.3)[0]
+
+    with torch_attention.sdpa_kernel(torch_attention.SDPBackend.CUDNN_ATTENTION), warnings.catch_warnings():
+        warnings.simplefilter("error")  # somebody chose cuDNN
+        run()
+    with pytest.warns(UserWarning, match="PyTorch asks cuDNN before flash attention"):
+        out = run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+    assert sdpa.calls.left == {"PyTorch chose cuDNN's attention": 3} and sdpa.calls.served == 0
+    assert cudnn == ["2, 0.3"] * 3
+    torch.testing.assert_close(out, aten._scaled_dot_product_attention_math(q, q, q, is_causal=True, scale=0.3)[0])
+
+
+def test_flash_attention_is_not_counted_as_cudnns(cudnn: list[str]) -> None:
+    q = torch.randn(1, 2, 5, 16)
+    aten._scaled_dot_product_flash_attention(q, q, q)
+    assert (sdpa.calls.served, sdpa.calls.left.total(), cudnn) == (1, 0, [])

@@ -150,6 +150,7 @@ def paged(
     max_seqlen_q: int | Tensor,
     block_table: Tensor,
     options: tuple[Any, ...],
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed queries over keys in pages. Errors name the arguments of flash-attn's packed functions."""
     softmax_scale, causal, window_size, softcap, alibi_slopes = options
@@ -167,6 +168,7 @@ def paged(
             softmax_scale=softmax_scale,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            batch_invariant=batch_invariant,
             return_lse=True,
         )
     out, lse = found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtile.call.arguments import Options, Plain, Tensors, grads_of, read
 from flashtile.compat import _kvcache, _s_dmask
-from flashtile.compat._arguments import bound, length, names, refuse
+from flashtile.compat._arguments import bound, length, names, refuse, used_first
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.ops import dropout
 from flashtile.ops import operators as ops
@@ -94,8 +94,10 @@ def _flash_attn_varlen_forward(
     """The forward alone over packed sequences; lse ``(num_heads_q, total_q)``, else as ``_flash_attn_forward``.
 
     ``block_table`` is as in ``flash_attn_2.flash_attn_varlen_func``; with it ``seqused_k`` ``(batch,)`` int32 replaces
-    the lengths in cu_seqlens_k. ``leftpad_k``, ``seqused_k`` without a ``block_table`` and ``num_splits`` over 1 are
-    refused. ``zero_tensors`` requests that rows of no sequence be 0, which they always are.
+    the lengths in cu_seqlens_k, which may be None. Without it ``seqused_k`` says how many keys of each sequence, from
+    its first, take part. With ``num_splits`` of 1 the keys of a sequence are in one part, and its bits are its own:
+    ``batch_invariant=True``. ``leftpad_k`` and ``num_splits`` over 1 are refused. ``zero_tensors`` requests that rows
+    of no sequence be 0, which they always are.
     """
     refuse("leftpad_k", leftpad_k, "padding before the keys is not supported here")
     if num_splits > 1:
@@ -103,12 +105,15 @@ def _flash_attn_varlen_forward(
     if block_table is not None:
         meaning = (softmax_scale, causal, (bound(window_size_left), bound(window_size_right)), softcap, alibi_slopes)
         bounds, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        return _in_pages((q, k, v), bounds, longest, seqused_k, block_table, dropout_p, meaning)
+        _kvcache.refuse_dropout(dropout_p)
+        return _in_pages((q, k, v), bounds, longest, seqused_k, block_table, meaning, num_splits == 1)
     _kvcache.refuse_pages(q, k, v, "block_table is missing")
-    refuse("seqused_k", seqused_k, "without a block_table, using a part of each sequence is not supported here")
+    if seqused_k is not None:
+        order, cu_seqlens_k = used_first("k", k, cu_seqlens_k, seqused_k)
+        k, v = k.index_select(0, order), v.index_select(0, order)
     tensors = Tensors(q, k, v, alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     plain = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
-    options = _options(tensors, plain, lengths=(max_seqlen_q, max_seqlen_k))
+    options = _options(tensors, plain, False, (max_seqlen_q, max_seqlen_k), num_splits == 1)
     return _forward(tensors, options, return_softmax)
 
 
@@ -198,11 +203,12 @@ def _options(
     plain: tuple[float, float, bool, int, int, float],
     deterministic: bool = False,
     lengths: tuple[int | Tensor | None, int | Tensor | None] = (None, None),
+    batch_invariant: bool = False,
 ) -> Options:
     """The options of a call; ``plain`` is dropout_p, softmax_scale, causal, both sides of the window and softcap."""
     dropout_p, softmax_scale, causal, left, right, softcap = plain
     longest = (length("max_seqlen_q", lengths[0]), length("max_seqlen_k", lengths[1]))
-    numbers = Plain(softmax_scale, softcap, dropout_p, deterministic)
+    numbers = Plain(softmax_scale, softcap, dropout_p, deterministic, batch_invariant=batch_invariant)
     return read(tensors, causal, (bound(left), bound(right)), False, numbers, longest)
 
 
@@ -212,14 +218,12 @@ def _in_pages(
     longest: tuple[int | Tensor, int | Tensor],
     seqused_k: Tensor | None,
     block_table: Tensor,
-    dropout_p: float,
     options: tuple[Any, ...],
+    batch_invariant: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _kvcache.refuse_dropout(dropout_p)
-    lengths = _kvcache.used(tensors[0], bounds[1], longest[1])
+    used = _kvcache.used(tensors[0], bounds[1], longest[1]) if seqused_k is None else seqused_k
     with names(**{} if seqused_k is None else {"cu_seqlens_k": "seqused_k"}):
-        used = lengths if seqused_k is None else seqused_k
-        out, lse = _kvcache.paged(tensors, bounds[0], used, longest[0], block_table, options)
+        out, lse = _kvcache.paged(tensors, bounds[0], used, longest[0], block_table, options, batch_invariant)
     return out, lse, out.new_empty(0), torch.zeros(2, dtype=torch.int64, device=out.device)
 
 
