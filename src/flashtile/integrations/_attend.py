@@ -80,6 +80,8 @@ def _foreign(given: tuple[Tensor, ...]) -> str:
     shared = [type(x).__module__.startswith("torch.distributed.tensor") for x in given]
     if any(shared) and not all(shared):
         return "DTensors together with others"
+    if any(shared) and _in_context_parallel():
+        return "PyTorch's context_parallel, which has an order of rows and a ring of its own"
     for x in given:
         if type(x) not in _PLAIN and not any(shared):
             return f"a {type(x).__name__}, which is not a plain tensor"
@@ -90,6 +92,15 @@ def _foreign(given: tuple[Tensor, ...]) -> str:
     if given[0].device.type not in ("cpu", "cuda"):
         return f"tensors on {given[0].device.type}"
     return "traced by torch.jit" if torch.jit.is_tracing() else ""  # type: ignore[attr-defined]
+
+
+@torch.compiler.assume_constant_result
+def _in_context_parallel() -> bool:
+    """Whether PyTorch's ``context_parallel`` runs attention over DTensors, which are loaded then."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
 
 
 def _autocast(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

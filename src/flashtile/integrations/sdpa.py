@@ -156,6 +156,10 @@ def _served_if_held(*tensors: Any, **keywords: Any) -> Tensor:
     return (scaled_dot_product_attention if _serving else _PYTORCH)(*tensors, **keywords)
 
 
+# PyTorch's context_parallel replaces a function under the function's own name.
+_served_if_held.__name__ = "scaled_dot_product_attention"
+
+
 # torch.compile treats F.multi_head_attention_forward as one operation, whatever it calls; this copy is traced as code.
 # Its code object distinguishes it from the original, and without a __name__ its globals are found in the function.
 _multi_head = types.FunctionType(
