@@ -110,6 +110,12 @@ def test_dropout_in_the_backward_is_that_of_the_forward() -> None:
     (dv,) = torch.autograd.grad(out.sum(), v)
     assert 0.3 < (out == 0).float().mean() < 0.5
     torch.testing.assert_close(dv, out.detach().sum(-2).unsqueeze(-1).expand_as(dv))
+    torch.manual_seed(3)
+    plain = aten._scaled_dot_product_flash_attention(q, k, v, 0.4, False, scale=0.25)
+    torch.manual_seed(3)
+    debug = aten._scaled_dot_product_flash_attention(q, k, v, 0.4, False, True, scale=0.25)
+    assert torch.equal(debug[0], plain[0]) and not plain[-1].numel()
+    assert torch.equal(debug[-1] < 0, debug[0] == 0)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -306,9 +312,9 @@ def test_what_flashtile_lacks_is_refused(name: str, argument: object) -> None:
     if name in known:
         with pytest.raises(UnsupportedError, match=name):
             aten._flash_attention_forward(q, q, q, None, None, 5, 5, 0.0, False, False, **{name: argument})
-    with pytest.raises(UnsupportedError, match="return_debug_mask"):
-        aten._flash_attention_forward(q, q, q, None, None, 5, 5, 0.0, False, True)
     x = q.to(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedError, match="return_debug_mask .* is True"):
+        aten._flash_attention_forward(x, x, x, None, None, 5, 5, 0.0, False, True)
     with pytest.raises(UnsupportedError, match="dropout_p .* is 0.5"):
         aten._flash_attention_forward(x, x, x, None, None, 5, 5, 0.5, False, False)
     if name in known and name != "seqused_k":  # which goes with packed sequences of 8 bits

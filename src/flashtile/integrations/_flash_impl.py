@@ -35,31 +35,35 @@ def forward(calls: Calls, *given: Any, scale: float | None = None, **others: Any
     take part. block_table ``(batch, max_pages)`` int32: keys are ``(pages, page_size, num_heads_kv, head_dim)``.
     num_splits of 1: a sequence has the same bits in every batch; other numbers, which divide PyTorch's own work,
     define no result.
+
+    With return_debug_mask and dropout the last result is flash-attn's S_dmask, negative where a pair was dropped. It
+    takes the time and memory of the whole score matrix.
     """
     query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, debug, *descales = given
     window, slopes = _window(others), others.pop("alibi_slopes", None)
     seqused_k = block_table = num_splits = None
     if cum_seq_q is not None:
         seqused_k, block_table, num_splits = (others.pop(name, None) for name in _OF_PACKED)
-    refused = {**others, "return_debug_mask": debug or None}
     in_8_bits = query.dtype is torch.float8_e4m3fn or any(x is not None for x in descales)
     if in_8_bits:
-        refused |= {"dropout_p": dropout_p or None, "alibi_slopes": slopes}
-        refused |= {"block_table": block_table, "num_splits": num_splits}
-    for name, unknown in refused.items():
+        others |= {"dropout_p": dropout_p or None, "alibi_slopes": slopes}
+        others |= {"block_table": block_table, "num_splits": num_splits}
+    if in_8_bits or block_table is not None:
+        others["return_debug_mask"] = debug or None
+    for name, unknown in others.items():
         if unknown is not None:
             raise UnsupportedError(f"{name} of PyTorch's flash attention is {unknown!r}, which is not supported here")
     bounds: Any = (cum_seq_q, cum_seq_k, max_q, max_k)
-    plain: Any = (dropout_p, scale, is_causal, *window, 0.0, slopes, False)
+    plain: Any = (dropout_p, scale, is_causal, *window, 0.0, slopes, debug)
     if in_8_bits:
-        out, lse, empty, state = _in_8_bits(given[:3], descales, bounds, seqused_k, (scale, is_causal, window))
+        out, lse, dropped, state = _in_8_bits(given[:3], descales, bounds, seqused_k, (scale, is_causal, window))
     elif cum_seq_q is None:
-        out, lse, empty, state = flash_attn._flash_attn_forward(query, key, value, *plain)
+        out, lse, dropped, state = flash_attn._flash_attn_forward(query, key, value, *plain)
     else:
         plain += (block_table, None, seqused_k, False, int(num_splits == 1))
-        out, lse, empty, state = flash_attn._flash_attn_varlen_forward(query, key, value, *bounds, *plain)
+        out, lse, dropped, state = flash_attn._flash_attn_varlen_forward(query, key, value, *bounds, *plain)
     calls.serve()
-    return _like(query, out), lse, state.view(torch.uint64), state.new_zeros(()).view(torch.uint64), empty
+    return _like(query, out), lse, state.view(torch.uint64), state.new_zeros(()).view(torch.uint64), dropped
 
 
 def _in_8_bits(
