@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from flashtile.compat import _private as flash_attn
-from flashtile.compat import flash_attn_3
 from flashtile.core.errors import UnsupportedError
 from flashtile.integrations._calls import Calls
 
@@ -70,6 +69,8 @@ def _in_8_bits(
     tensors: Any, descales: list[Any], bounds: Any, seqused_k: Tensor | None, meaning: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
     """What flash-attn's private functions return; ``meaning`` are scale, is_causal and the window."""
+    from flashtile.compat import flash_attn_3
+
     keywords: dict[str, Any] = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=False))
     keywords |= dict(zip(("softmax_scale", "causal", "window_size"), meaning, strict=True), return_attn_probs=True)
     if bounds[0] is None:

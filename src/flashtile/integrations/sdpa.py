@@ -12,7 +12,8 @@ does not call the function.
 
 ``torch.nn.attention.activate_flash_attention_impl("flashtile")`` is another way, for CUDA tensors: importing this
 module registers the name. PyTorch then chooses its kernels as always, and where it chooses flash attention, flashtile
-runs, in C++ code too. A call that flashtile refuses is an error there.
+runs, in C++ code too. A call that flashtile refuses is an error there. On Hopper PyTorch may ask cuDNN first: calls
+that cuDNN ran count as left, and the first one warns.
 
 ``calls`` counts the calls that ran, and by reason the calls that were left to PyTorch.
 """
