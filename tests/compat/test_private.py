@@ -184,6 +184,8 @@ def test_refusals_name_their_argument() -> None:
         private._flash_attn_varlen_forward(*start, leftpad_k=cu)
     with pytest.raises(InvalidInputError, match="^seqused_k: is 5 for sequence 0, which has 4 rows"):
         private._flash_attn_varlen_forward(*start, seqused_k=torch.tensor([5], dtype=torch.int32))
+    with pytest.raises(InvalidInputError, match="^v: total_k is 3, but k has 4"):
+        private._flash_attn_varlen_forward(x, x, x[:3], *start[3:], seqused_k=torch.tensor([2], dtype=torch.int32))
     with pytest.raises(RuntimeError, match="^num_splits > 1 is not supported"):
         private._flash_attn_varlen_forward(*start, num_splits=2)
     with pytest.raises(InvalidInputError, match="^k: .*block_table is missing"):

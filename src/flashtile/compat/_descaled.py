@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.api.attention import attention, attention_varlen
 from flashtile.call.quantized import Quantized
-from flashtile.compat._arguments import tensor
+from flashtile.compat._arguments import tensor, used_first
 from flashtile.compat._kvcache import without_backward
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.core.sizes import differ
@@ -128,3 +128,11 @@ def chosen(x: Tensor, order: Tensor) -> Tensor:
     if x.element_size() > 1:
         return x.index_select(0, order)
     return x.view(torch.uint8).index_select(0, order).view(x.dtype)
+
+
+def keys_used_first(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """k, v and cu_seqlens_k of packed sequences with the keys that take part, the first of each sequence, alone."""
+    order, bounds = used_first("k", k, cu_seqlens_k, seqused_k)
+    if tensor("v", v).shape[0] != k.shape[0]:
+        raise InvalidInputError("v", f"total_k is {v.shape[0]}, but k has {k.shape[0]}")
+    return chosen(k, order), chosen(v, order), bounds

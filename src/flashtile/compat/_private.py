@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flashtile.call.arguments import Options, Plain, Tensors, grads_of, read
-from flashtile.compat import _kvcache, _s_dmask
-from flashtile.compat._arguments import bound, length, names, refuse, used_first
+from flashtile.compat import _descaled, _kvcache, _s_dmask
+from flashtile.compat._arguments import bound, length, names, refuse
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.ops import dropout
 from flashtile.ops import operators as ops
@@ -109,8 +109,7 @@ def _flash_attn_varlen_forward(
         return _in_pages((q, k, v), bounds, longest, seqused_k, block_table, meaning, num_splits == 1)
     _kvcache.refuse_pages(q, k, v, "block_table is missing")
     if seqused_k is not None:
-        order, cu_seqlens_k = used_first("k", k, cu_seqlens_k, seqused_k)
-        k, v = k.index_select(0, order), v.index_select(0, order)
+        k, v, cu_seqlens_k = _descaled.keys_used_first(k, v, cu_seqlens_k, seqused_k)
     tensors = Tensors(q, k, v, alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     plain = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
     options = _options(tensors, plain, False, (max_seqlen_q, max_seqlen_k), num_splits == 1)

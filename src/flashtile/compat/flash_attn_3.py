@@ -182,10 +182,7 @@ def flash_attn_varlen_func(
         order, cu_seqlens_q = used_first("q", q, cu_seqlens_q, seqused_q)
         q, qv = _descaled.chosen(q, order), None if qv is None else _descaled.chosen(tensor("qv", qv), order)
     if seqused_k is not None:
-        order_k, cu_seqlens_k = used_first("k", k, cu_seqlens_k, seqused_k)
-        if tensor("v", v).shape[0] != k.shape[0]:
-            raise InvalidInputError("v", f"total_k is {v.shape[0]}, but k has {k.shape[0]}")
-        k, v = _descaled.chosen(k, order_k), _descaled.chosen(v, order_k)
+        k, v, cu_seqlens_k = _descaled.keys_used_first(k, v, cu_seqlens_k, seqused_k)
     packed = cu_seqlens_q, cu_seqlens_k, length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
     found = _qv.attend((q, k, v), qv, (q_descale, k_descale, v_descale), given, packed)
     if order is None:
