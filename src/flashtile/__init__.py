@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flashtile.api.blocks import create_block_mask
     from flashtile.api.quantize import quantize
     from flashtile.api.support import supports
+    from flashtile.audits import audit
     from flashtile.call.events import Compilation, on_compile
     from flashtile.call.quantized import Quantized
     from flashtile.mods.block_mask import BlockMask
@@ -31,6 +32,7 @@ _OTHERS = {
     "BlockMask": "flashtile.mods.block_mask",
     "Compilation": "flashtile.call.events",
     "Quantized": "flashtile.call.quantized",
+    "audit": "flashtile.audits",
     "create_block_mask": "flashtile.api.blocks",
     "log": "flashtile.ops.log",
     "on_compile": "flashtile.call.events",
@@ -47,6 +49,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "attention_with_kvcache",
+    "audit",
     "backends",
     "create_block_mask",
     "explain",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashtile.cli import build, explain, info, tune
+from flashtile.cli import audit, build, explain, info, tune
 from flashtile.cli.run import examples, new_app
 
 app = new_app(
@@ -11,6 +11,7 @@ app = new_app(
         "Start here",
         "flashtile info                    what this machine can run",
         "flashtile explain --seqlen 4096   which backend and tiles a call would take",
+        "flashtile audit model.py:make     whether a model's attention is right, layer by layer",
         "flashtile tune --list             tiles measured on this machine",
     ),
 )
@@ -27,6 +28,14 @@ app.command(
         "flashtile explain --arch 9.0 --dtype bfloat16 --softcap 30 --grad",
     ),
 )(explain.explain)
+app.command(
+    short_help="Which attention runs in a model, and whether it is right.",
+    epilog=examples(
+        "Examples",
+        "flashtile audit model.py:make",
+        "flashtile audit package.module:make --causal --window 127 0 --html audit.html",
+    ),
+)(audit.audit)
 app.command(
     short_help="Kernels compiled ahead, into an archive.",
     epilog=examples(
