@@ -127,6 +127,11 @@ FEATURES = (
         ("tuning.py", "cli/tune.py", "backends/portable/tuned.py"),
     ),
     Feature(
+        "audits of models",
+        "whoever trains or serves a model with a mask or a kernel that may be wrong",
+        ("audits/*.py", "cli/audit.py"),
+    ),
+    Feature(
         "kernels built ahead",
         "servers and images without a compiler; whoever waits for a first call",
         (

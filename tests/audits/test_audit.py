@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flashtile
-from flashtile.audits import Audit
+from flashtile.audits import Audit, measure
 from flashtile.integrations import sdpa
 from tests.audits.models import WAYS, Attention, Decoder, Plan, left_padded, tokens
 
@@ -104,6 +104,29 @@ def test_padding_is_found_by_its_id() -> None:
     model.config = types.SimpleNamespace(pad_token_id=0)  # type: ignore[assignment]
     assert kinds(flashtile.audit(model, given["tokens"])) == {"padding"}
     assert kinds(flashtile.audit(model, given)) == set()
+
+
+@pytest.mark.parametrize("plan", [
+    Plan(window=6), Plan("written", later=1), Plan(window=6, wider=-1), Plan(later=-1), Plan(later=19),
+])  # fmt: skip
+def test_rows_a_few_at_a_time_show_the_same(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = Decoder(plan), left_padded()
+    whole = flashtile.audit(model, given)
+    monkeypatch.setattr(measure, "_BYTES", 3 * 8 * 2 * 4 * 20)
+    parts = flashtile.audit(model, given)
+    assert whole.findings == parts.findings
+    for one, other in zip(whole.calls, parts.calls, strict=True):
+        assert one.kept == other.kept and one.mask == other.mask
+        assert one.errors is not None and other.errors is not None
+        assert one.errors.error == pytest.approx(other.errors.error, rel=0.01)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_found_under_autocast(way: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        found = flashtile.audit(Decoder(Plan(way)), tokens())
+    assert found.findings == ()
+    assert all(call.errors is not None and call.errors.plain > 1e-5 for call in found.calls)
 
 
 # Kernels that are wrong, under flash-attn's name.
@@ -225,6 +248,24 @@ def test_packed_calls_are_read() -> None:
     assert found.calls[0].errors is not None and found.calls[0].errors.error < 1e-5
 
 
+def test_sequences_of_one_length_are_no_window() -> None:
+    q, k, v = _heads(40)
+    document, i = torch.arange(40) // 10, torch.arange(40)
+    keep = (document[:, None] == document) & (i[:, None] >= i)
+    bounds = torch.arange(0, 41, 10, dtype=torch.int32)
+    said: dict[str, Any] = dict(causal=True, window_size=(None, 0))
+    masked = Alone(lambda *x: F.scaled_dot_product_attention(*x, keep))
+    packed = Alone(
+        lambda *x: flashtile.attention_varlen(*(y[0].transpose(0, 1) for y in x), bounds, bounds, causal=True)
+    )
+    for model in (masked, packed):
+        found = flashtile.audit(model, (q, k, v), **said)
+        assert found.findings == () and found.calls[0].mask.startswith("causal")
+    keep &= i[:, None] - i < 4
+    assert flashtile.audit(masked, (q, k, v), causal=True, window_size=(3, 0)).findings == ()
+    assert kinds(flashtile.audit(masked, (q, k, v), causal=True, window_size=(2, 0))) == {"window"}
+
+
 @pytest.mark.long
 def test_flex_attention_is_read() -> None:
     from torch.nn.attention import flex_attention as flex
@@ -288,6 +329,8 @@ def test_unknown_calls_are_told() -> None:
     lengths = torch.tensor([7], dtype=torch.int32)
     found = flashtile.audit(Alone(lambda *x: flashtile.attention_with_kvcache(*x, cache_seqlens=lengths)), (q, k, v))
     assert found.findings == () and found.notes == ("1 calls were not compared: a cache",)
+    found = flashtile.audit(Alone(F.scaled_dot_product_attention), tuple(torch.ones(0, 2, 3, 8) for _ in range(3)))
+    assert found.notes == ("1 calls were not compared: nothing to compute",)
     assert flashtile.audit(nn.Linear(4, 4), torch.randn(2, 4)).notes[0].startswith("no attention call was seen")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import flash_attention_mask, sdpa_mask
 from transformers.models.llama import modeling_llama
 
 import flashtile
@@ -140,23 +141,27 @@ def test_planted_faults_are_named(
     assert all(words in each.text for each in found.findings if each.layer)
 
 
-def _hidden(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _hidden(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
     """Causal attention that is neither a function with a name nor a product around a softmax."""
-    shape = q.shape[:3]
-    out = torch.empty_like(q)
-    for b, i, h in ((b, i, h) for b in range(shape[0]) for i in range(shape[1]) for h in range(shape[2])):
-        keys, values = (x[b, : i + 1, h * k.shape[2] // shape[2]] for x in (k, v))
-        weights = (keys @ q[b, i, h] * q.shape[-1] ** -0.5).exp()
-        out[b, i, h] = weights / weights.sum() @ values
+    out = torch.zeros_like(q)
+    for b, i, h in itertools.product(*map(range, q.shape[:3])):
+        if real[b, i]:
+            keys, values = (x[b, : i + 1, h * k.shape[2] // q.shape[2]][real[b, : i + 1]] for x in (k, v))
+            weights = (keys @ q[b, i, h] * q.shape[-1] ** -0.5).exp()
+            out[b, i, h] = weights / weights.sum() @ values
     return out
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.5])
-def test_a_kernel_behind_the_interface_is_compared(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    def own(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **others: Any) -> Any:
-        return _hidden(*(x.transpose(1, 2) for x in (query, key, value))) * factor, None
+@pytest.mark.parametrize(("factor", "pads"), [(1.0, False), (1.0, True), (1.5, True)])
+def test_a_kernel_behind_the_interface_is_compared(factor: float, pads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **others: Any) -> Any:
+        real = torch.ones(query.shape[0], query.shape[2]).bool() if mask is None else mask.bool()
+        return _hidden(*(x.transpose(1, 2) for x in (query, key, value)), real) * factor, None
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "own", own)
-    found = flashtile.audit(model_of("Llama", "own", **_SIZES), ids(9))
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "own", flash_attention_mask)
+    given = {name: x[:, 4:13] for name, x in padded(left=True).items()} if pads else ids(9)
+    found = flashtile.audit(model_of("Llama", "own", **_SIZES), given)
     assert [call.function for call in found.calls] == ["tests.own"] * 2
     assert kinds(found) == (set() if factor == 1 else {"error"})
+    assert found.calls[0].kept is not None and found.calls[0].kept.share < (0.5 if pads else 0.6)

@@ -80,19 +80,18 @@ class _Auditor:
         tokens = self.model.tokens
         batch = 1 if tokens is None else len(tokens)
         watch = Watch(self.model.model, self._look, batch)
+        moved = None
         with watch.running():
             logits = logits_of(self.model.run())
-        moved = None
-        if logits is not None and self.calls:
-            with Watch(self.model.model, _exact, batch).running():
+            if logits is not None and self.calls:
+                watch.handler = _exact
                 exact = logits_of(self.model.run())
-            assert exact is not None
-            changed = exact.argmax(-1) != logits.argmax(-1)
-            fits = self.real is not None and changed.shape == self.real.shape
-            moved = float((changed[self.real] if fits else changed).double().mean())
-        if logits is not None:
-            # In the same way as before, with what is compiled.
-            with Watch(self.model.model, _as_it_is, batch).running():
+                assert exact is not None
+                changed = exact.argmax(-1) != logits.argmax(-1)
+                fits = self.real is not None and changed.shape == self.real.shape
+                moved = float((changed[self.real] if fits else changed).double().mean())
+            if logits is not None:
+                watch.handler = _as_it_is
                 self.findings += self._probes(logits)
         return Audit(
             type(self.model.model).__name__, tuple(self.calls), tuple(self.findings), tuple(self._notes(watch)), moved
@@ -108,7 +107,7 @@ class _Auditor:
         if not call.unknown:
             call, product = measure.fitted(call)
             fits = self.real is not None and len(self.real) == len(call.q) and call.ids is None
-            kept = measure.kept(call, self.real if fits else None)
+            kept = measure.kept(call, self.real.to(call.q.device) if self.real is not None and fits else None)
             words = faults.described(call, kept)
             errors = None if call.dropout_p else measure.errors_of(call)[0]
             found = [*faults.of_masks(call, kept, intent, fits), *faults.of_settings(call, intent)]
@@ -118,24 +117,13 @@ class _Auditor:
                 self.idle.append(layer)
             if intent.left is not None and intent.left >= kept.reach:
                 self.unseen.append(layer)
-        unknown = call.unknown or ("dropout" if call.dropout_p else "")
-        sizes = (*call.q.shape[:2], call.k.shape[1], call.q.shape[2], call.k.shape[2], call.q.shape[3])
-        scale = None if call.softmax_scale is None else float(f"{call.softmax_scale * call.factor:.3g}")
-        dtype = str(call.q.dtype).removeprefix("torch.")
-        self.calls.append(
-            AuditedCall(
-                layer,
-                call.function,
-                sizes,
-                dtype,
-                words,
-                scale,
-                product * abs(call.softmax_scale or 1.0),
-                kept,
-                errors,
-                unknown,
-            )
-        )
+        (batch, rows, heads, dim), (keys, kv) = call.q.shape, call.k.shape[1:3]
+        scale = call.softmax_scale
+        self.calls.append(AuditedCall(
+            layer, call.function, (batch, rows, keys, heads, kv, dim), str(call.q.dtype).removeprefix("torch."), words,
+            None if scale is None else float(f"{scale * call.factor:.3g}"), product * abs(scale or 1.0), kept, errors,
+            call.unknown or ("dropout" if call.dropout_p else ""),
+        ))  # fmt: skip
 
     def _probes(self, logits: Tensor) -> Iterator[Finding]:
         """Changes tokens, and looks at the outputs of others."""
@@ -166,7 +154,7 @@ class _Auditor:
         for layers, text in (
             (self.idle, "a mask was passed that cuts nothing; kernels without masks are faster"),
             (self.unseen, "the window is not shorter than the sequence, so it was not tried"),
-            (watch.unknown, "a softmax of four dimensions that was not recognised as attention"),
+            (list(dict.fromkeys(watch.unknown)), "a softmax of four dimensions that was not recognised as attention"),
         ):
             if layers:
                 yield f"{layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''}: {text}"

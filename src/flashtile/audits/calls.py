@@ -151,7 +151,7 @@ def of_varlen(given: _Numbers, out: Tensor, name: str, factor: float) -> SeenCal
 def of_transformers(given: _Numbers, out: Tensor, name: str, factor: float) -> SeenCall:
     """A call of an attention function of transformers that itself calls nothing that is known."""
     q, k, v = (given[key].transpose(1, 2) for key in ("query", "key", "value"))
-    module, mask = given["module"], given.get("attention_mask")
+    module, mask, out = given["module"], given.get("attention_mask"), out.reshape(*q.shape[:3], -1)
     call = SeenCall(name, q, k, v, out, own_rows(q.shape[1], k.shape[1], q.device), _scale(given.get("scaling"), q))
     causal = given.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -161,7 +161,9 @@ def of_transformers(given: _Numbers, out: Tensor, name: str, factor: float) -> S
     else:
         call = call.but(right=0 if causal else None, left=window - 1 if window else None)
         if isinstance(mask, Tensor) and mask.dim() == 2:
-            call = call.but(mask=mask.bool()[:, None, None, -k.shape[1] :])
+            # Rows of padding are left out of the call.
+            real = mask.bool()[:, None, -k.shape[1] :]
+            call = call.but(mask=real[:, :, -q.shape[1] :, None] & real[:, :, None])
         elif mask is not None:
             call = call.but(unknown=f"a mask of type {type(mask).__name__}")
     training = isinstance(module, nn.Module) and module.training

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flashtile.audits.calls import SeenCall
-from flashtile.audits.measure import Errors, Kept, errors_of
+from flashtile.audits.measure import Errors, SeenPairs, errors_of
 
 # Models of transformers that do not scale scores: their weights do.
 _UNSCALED = {"mt5", "longt5", "pop2piano", "switch_transformers", "t5", "udop", "umt5"}
@@ -83,13 +83,12 @@ def intent_of(module: nn.Module, head_dim: int, stated: Stated, is_training: boo
         is_bounded = True
     source = "what is stated" if stated.window_size is not None else "the model's config" if config else "the module"
     scale = stated.softmax_scale
-    if scale is None and getattr(config, "query_pre_attn_scalar", None):
-        scale = config.query_pre_attn_scalar**-0.5
-    elif scale is None:
+    if scale is None:
         given = getattr(module, "softmax_scale", None), getattr(config, "attention_multiplier", None)
-        scale = next((float(x) for x in given if isinstance(x, float)), None)
-        scale = 1.0 if scale is None and getattr(config, "model_type", "") in _UNSCALED else scale
-    scale = head_dim**-0.5 if scale is None else scale
+        scale = next((x for x in given if isinstance(x, float)), None)
+    if scale is None:
+        dim = 1 if getattr(config, "model_type", "") in _UNSCALED else head_dim
+        scale = float(getattr(config, "query_pre_attn_scalar", None) or dim) ** -0.5
     return Intent(causal, left, 0 if causal else right, is_bounded, scale, is_training, source)
 
 
@@ -114,26 +113,26 @@ def _window(module: nn.Module, config: Any, causal: bool | None) -> tuple[int | 
     return window - 1, 0, kind is not None or not hasattr(config, "max_window_layers")
 
 
-def described(call: SeenCall, kept: Kept) -> str:
+def described(call: SeenCall, kept: SeenPairs) -> str:
     """A mask in a few words."""
     share = f"keeps {100 * kept.share:.0f} % of pairs"
     if kept.empty[0] == kept.empty[1]:
         return "keeps nothing"
     if not call.aligned or kept.holes or (call.ids is not None and call.right is None):
         return "all" if kept.share == 1 else share
-    span, hits = kept.span
-    is_windowed = hits > 1 and span < kept.reach
+    span = kept.span
+    is_windowed = kept.slides and span < kept.reach
     words = []
     if kept.ahead[1] == 0:
         words.append("causal")
     elif kept.all_ahead and kept.ahead[1] < call.k.shape[1] - 1:
-        words.append(f"{abs(kept.ahead[1])} keys {'after' if kept.ahead[1] > 0 else 'before'} its own")
+        words.append(f"{_keys(abs(kept.ahead[1]))} {'after' if kept.ahead[1] > 0 else 'before'} its own")
     if is_windowed:
-        words.append(f"window of {span + 1} keys" if kept.ahead[1] <= 0 else f"{span} keys before")
+        words.append(f"window of {span + 1} keys" if kept.ahead[1] <= 0 else f"{_keys(span)} before")
     return ", ".join(words) or ("all" if kept.share == 1 else share)
 
 
-def of_masks(call: SeenCall, kept: Kept, intent: Intent, padding: bool) -> Iterator[tuple[str, str, float]]:
+def of_masks(call: SeenCall, kept: SeenPairs, intent: Intent, padding: bool) -> Iterator[tuple[str, str, float]]:
     """Faults of a call's mask: kind, sentence, number.
 
     Args:
@@ -161,8 +160,8 @@ def of_masks(call: SeenCall, kept: Kept, intent: Intent, padding: bool) -> Itera
         yield "padding", text, kept.padded[0]
 
 
-def _of_bounds(call: SeenCall, kept: Kept, intent: Intent) -> Iterator[tuple[str, str, float]]:
-    (_, ahead), (span, hits), keys = kept.ahead, kept.span, call.k.shape[1]
+def _of_bounds(call: SeenCall, kept: SeenPairs, intent: Intent) -> Iterator[tuple[str, str, float]]:
+    (_, ahead), span, keys = kept.ahead, kept.span, call.k.shape[1]
     is_local = span == ahead
     # Without a statement a bound of one or two keys after a row's own is taken for a causal mask that is off.
     suspect = (
@@ -183,14 +182,10 @@ def _of_bounds(call: SeenCall, kept: Kept, intent: Intent) -> Iterator[tuple[str
     if span > meant and intent.left is not None:
         text = f"rows see {span + 1} keys up to their own, {intent.source} says {meant + 1}"
         yield "window", text + _off(span - meant), span + 1
-    elif span < meant and hits > 1:
+    elif span < meant and kept.slides:
         says = "all" if intent.left is None else f"{intent.left + 1}"
-        yield (
-            "window",
-            f"rows see at most {span + 1} keys up to their own, {intent.source} says {says}"
-            + _off(meant - span if intent.left is not None else 2),
-            span + 1,
-        )
+        text = f"rows see at most {span + 1} keys up to their own, {intent.source} says {says}"
+        yield "window", text + ("" if intent.left is None else _off(meant - span)), span + 1
 
 
 def of_settings(call: SeenCall, intent: Intent) -> Iterator[tuple[str, str, float]]:

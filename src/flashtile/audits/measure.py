@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,15 +15,16 @@ _BYTES = 2**27
 
 
 @dataclass(frozen=True)
-class Kept:
+class SeenPairs:
     """What a call's mask keeps, over the rows of real tokens.
 
     Attributes:
-        share: Kept pairs among all, of 1.
+        share: The kept pairs among all, as a number up to 1.
         empty: Rows that see no key, and all rows that were looked at.
         ahead: The fewest and most keys between a row's own and the last one that it sees; negative is before its own.
         all_ahead: Whether each row sees the most keys ahead that there are for it.
-        span: Most keys between the first one that a row sees and its own, and the number of rows with as many.
+        span: Most keys between the first one that a row sees and its own.
+        slides: Whether each row has that span, or sees all keys up to its own if there are fewer: a window, or causal.
         reach: The largest span that rows can have: between the first real key and their own.
         holes: Whether a row sees keys on both sides of one that it does not see.
         padded: Rows that see keys of padding, and all rows of sequences with padding.
@@ -35,7 +35,8 @@ class Kept:
     empty: tuple[int, int]
     ahead: tuple[int, int]
     all_ahead: bool
-    span: tuple[int, int]
+    span: int
+    slides: bool
     reach: int
     holes: bool
     padded: tuple[int, int]
@@ -52,7 +53,6 @@ class Errors:
         limit: An error above it is a fault.
         wrong: Rows with a larger error: how many, the first and the last.
         heads: Heads with such rows.
-        finite: Whether all results are finite.
     """
 
     error: float
@@ -60,7 +60,6 @@ class Errors:
     limit: float
     wrong: tuple[int, int, int]
     heads: tuple[int, ...]
-    finite: bool
 
 
 class Exact:
@@ -121,13 +120,13 @@ class Exact:
             kept = some[:, :, m][..., n] & (full[:, :, m][..., n] | kept)
         return kept
 
-    def scores(self, rows: slice, products: Tensor) -> Tensor:
+    def scores(self, rows: slice) -> Tensor:
         """The scores before any pair is dropped."""
         call = self.call
         if call.softmax_scale is None:
             assert call.scores is not None
             return call.scores[:, :, rows].to(self.dtype)
-        scores = products * call.softmax_scale
+        scores = self.products(rows) * call.softmax_scale
         if call.score_mod is not None:
             scores = _over_pairs(call.score_mod, call.q.shape, self.keys, rows, scores.device, scores).to(self.dtype)
         if call.softcap:
@@ -139,10 +138,9 @@ class Exact:
             scores = scores + (call.bias if call.bias.shape[2] == 1 else call.bias[:, :, rows]).to(scores.dtype)
         return scores
 
-    def rows(self, rows: slice, keep: Tensor, products: Tensor | None = None) -> Tensor:
+    def rows(self, rows: slice, keep: Tensor) -> Tensor:
         """The result of some rows, ``(batch, rows, heads, head_dim_v)``; 0 for a row that sees nothing."""
-        scores = self.scores(rows, self.products(rows) if products is None else products)
-        scores = scores.masked_fill(~keep, -torch.inf)
+        scores = self.scores(rows).masked_fill(~keep, -torch.inf)
         if self.call.sinks is not None:
             column = self.call.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, column], dim=-1)
@@ -206,12 +204,10 @@ def errors_of(call: SeenCall) -> tuple[Errors, Tensor]:
     wrong = (worst > limit).nonzero()
     places = wrong[:, 1]
     found = (len(places.unique()), int(places.min()), int(places.max())) if len(places) else (0, 0, 0)
-    finite = bool(torch.isfinite(call.out).all())
-    error = float(worst.max()) if worst.numel() else 0.0
-    return Errors(error, by_plain, limit, found, tuple(wrong[:, 2].unique().tolist()), finite), result
+    return Errors(float(worst.max()), by_plain, limit, found, tuple(wrong[:, 2].unique().tolist())), result
 
 
-def kept(call: SeenCall, real: Tensor | None) -> Kept:
+def kept(call: SeenCall, real: Tensor | None) -> SeenPairs:
     """What a call's mask keeps.
 
     Args:
@@ -219,14 +215,13 @@ def kept(call: SeenCall, real: Tensor | None) -> Kept:
         real: ``(batch, seqlen)`` bool, True where a token is no padding; None if all are real.
     """
     exact = Exact(call)
-    rows_q = call.q.shape[1]
-    count_of = functools.partial(torch.zeros, dtype=torch.int64, device=call.q.device)
-    totals, most = count_of(8), torch.iinfo(torch.int64).max
-    ahead, span, hits, reach = [most, -most], -1, 0, -1
-    same, is_idle = True, call.mask is not None or call.bias is not None
+    totals = torch.zeros(7, dtype=torch.int64, device=call.q.device)
+    is_idle = call.mask is not None or call.bias is not None
     j = torch.arange(exact.keys, device=call.q.device)
-    fits_k = real is not None and real.shape[1] == exact.keys and call.ids is None
-    first_real = real.int().argmax(-1)[:, None, None] if real is not None and fits_k else None
+    fits_q, fits_k = (real is not None and real.shape[1] == x.shape[1] and call.ids is None for x in (call.q, call.k))
+    # The keys that a row could see as far as sequences and padding go, and each row's distances from its own key.
+    could = real[:, None, None] if real is not None and fits_k else torch.ones_like(j, dtype=torch.bool)
+    distances = []
     for rows in exact.parts():
         keep = exact.kept(rows)
         if is_idle:
@@ -235,43 +230,35 @@ def kept(call: SeenCall, real: Tensor | None) -> Kept:
             keep = keep[:, :1]
         keep = keep.expand(len(call.q), *keep.shape[1:])
         looked = torch.ones_like(keep[..., 0])
-        if real is not None and real.shape[1] == rows_q and call.ids is None:
+        if real is not None and fits_q:
             looked = looked & real[:, None, rows]
-        counts, own = keep.sum(-1), call.own[:, None, rows]
-        last = torch.where(keep, j, -1).amax(-1)
-        first = torch.where(keep, j, exact.keys).amin(-1)
+        if call.ids is not None:
+            could = call.ids[0][:, None, rows, None] == call.ids[1][:, None, None]
+        counts, (first, last) = keep.sum(-1), _ends(keep, j)
         sees = looked & (counts > 0)
-        totals[0] += torch.where(looked, counts, 0).sum()
-        totals[1] += looked.sum() * exact.keys
-        totals[2] += (looked & (counts == 0)).sum()
-        totals[3] += looked.sum()
-        totals[4] += (sees & (counts < last - first + 1)).sum()
-        if real is not None and fits_k:
-            is_padded = ~real[:, None, None]
-            totals[5] += (sees & (keep & is_padded).any(-1)).sum()
-            totals[6] += (looked & is_padded.any(-1)).sum()
-        if not sees.any():
-            continue
-        ends, begins = (last - own).expand(sees.shape)[sees], (own - first).expand(sees.shape)[sees]
-        room = (exact.keys - 1 - own).expand(sees.shape)[sees]
-        far = (own if first_real is None else own - first_real).expand(sees.shape)[sees]
-        ahead = [min(ahead[0], int(ends.min())), max(ahead[1], int(ends.max()))]
-        top = int(begins.max())
-        hits = int((begins == top).sum()) + (hits if top == span else 0) if top >= span else hits
-        span, reach = max(span, top), max(reach, int(far.max()))
-        same = same and bool((ends == room.clamp(max=ahead[1])).all())
-    n = totals.tolist()
-    return Kept(
-        n[0] / max(1, n[1]),
-        (n[2], n[3]),
-        (ahead[0], ahead[1]),
-        same,
-        (span, hits),
-        reach,
-        n[4] > 0,
-        (n[5], n[6]),
-        is_idle,
-    )
+        is_padded = sees & (keep & ~could).any(-1)
+        totals += torch.stack([
+            torch.where(looked, counts, 0).sum(), looked.sum() * exact.keys, (looked & (counts == 0)).sum(),
+            looked.sum(), (sees & (counts < last - first + 1)).sum(), is_padded.sum(),
+            (looked & ~could.all(-1)).sum(),
+        ])  # fmt: skip
+        own, (start, stop) = call.own[:, None, rows], _ends(could, j)
+        each = (last - own, stop - own, own - first, own - start)
+        distances.append(torch.stack([x.expand(sees.shape)[sees] for x in each]))
+    ends, room, begins, far = torch.cat(distances, dim=1)
+    if not ends.numel():
+        ends = room = begins = far = torch.zeros(1, dtype=torch.int64)
+    ahead, span = (int(ends.min()), int(ends.max())), int(begins.max())
+    pairs, every, empty, looked_at, holes, *padded = totals.tolist()
+    return SeenPairs(
+        pairs / max(1, every), (empty, looked_at), ahead, bool((ends == room.clamp(max=ahead[1])).all()), span,
+        bool((begins == far.clamp(max=span)).all()), int(far.max()), holes > 0, (padded[0], padded[1]), is_idle,
+    )  # fmt: skip
+
+
+def _ends(keep: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the last key that is kept; the number of keys and -1 where none is."""
+    return torch.where(keep, j, len(j)).amin(-1), torch.where(keep, j, -1).amax(-1)
 
 
 def _adds_nothing(bias: Tensor | None) -> bool:

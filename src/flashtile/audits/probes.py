@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,11 +41,14 @@ class Model:
         """The model's result; with other tokens in place of its own if they are given."""
         own = self.tokens
 
-        def other(x: Any) -> Any:
+        def fresh(x: Any) -> Any:
             # Caches among the inputs are changed by a run.
-            return tokens if tokens is not None and x is own else x
+            return x if isinstance(x, Tensor) else copy.deepcopy(x)
 
-        args, kwargs = tree_map(other, self.args), {name: other(x) for name, x in self.kwargs.items()}
+        args, kwargs = (
+            tree_map(lambda x: tokens if tokens is not None and x is own else fresh(x), given)
+            for given in (self.args, self.kwargs)
+        )
         devices = {x.device for x in self.model.parameters()} | {x.device for x in (own,) if x is not None}
         with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), torch.no_grad():
             torch.manual_seed(0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashtile.audits.faults import Finding
-from flashtile.audits.measure import Errors, Kept
+from flashtile.audits.measure import Errors, SeenPairs
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AuditedCall:
     mask: str
     scale: float | None
     max_score: float
-    kept: Kept | None
+    kept: SeenPairs | None
     errors: Errors | None
     unknown: str
 
@@ -73,7 +73,8 @@ class Audit:
 
     def _summary(self) -> Iterator[str]:
         compared = sum(call.errors is not None for call in self.calls)
-        yield f"{len(self.calls)} attention calls, {compared} compared with float64"
+        count = len(self.calls)
+        yield f"{count} attention call{'s' if count != 1 else ''}, {compared} compared with float64"
         if self.moved is not None:
             yield f"{100 * self.moved:.2g} % of tokens get another largest logit if attention is exact"
 
@@ -87,7 +88,7 @@ class Audit:
             lines.append("  ".join(cells).rstrip())
         count = len(self.findings)
         lines += ["", f"{count} finding{'s' if count != 1 else ''}" if count else "nothing found"]
-        lines += [f"  {finding}" for finding in self.findings]
+        lines += [f"  {line}" for line in _joined(self.findings)]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
     def html(self) -> str:
@@ -138,6 +139,16 @@ def _grouped(calls: tuple[AuditedCall, ...]) -> Iterator[tuple[str, ...]]:
             run = []
         if call is not None:
             run.append(call)
+
+
+def _joined(findings: tuple[Finding, ...]) -> Iterator[str]:
+    """Findings in lines; layers with the same one share a line."""
+    layers: dict[tuple[str, str], list[str]] = {}
+    for each in findings:
+        layers.setdefault((each.kind, each.text), []).append(each.layer or "the model")
+    for (kind, text), names in layers.items():
+        place = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
+        yield f"{place}: {kind}: {text}"
 
 
 def _kind(call: AuditedCall) -> tuple[object, ...]:

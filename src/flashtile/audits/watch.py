@@ -26,6 +26,7 @@ Handler = Callable[[str, nn.Module, SeenCall], Tensor | None]
 
 _Reader = Callable[[Mapping[str, Any], Tensor, str, float], SeenCall]
 
+# Methods that leave the numbers as they are, and those that multiply them.
 _SAME = {
     "__getitem__", "__get__", "bfloat16", "clone", "contiguous", "double", "expand", "flatten", "float", "half",
     "movedim", "permute", "repeat", "repeat_interleave", "reshape", "squeeze", "swapaxes", "to", "transpose", "type_as",
@@ -34,8 +35,11 @@ _SAME = {
 _TIMES, _OVER = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}, {"div", "div_", "__truediv__", "__itruediv__"}
 _PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 # Functions of other packages, known by name: packages, and copies of them from a hub, share these.
-_FLASH: dict[str, _Reader] = {"flash_attn_func": calls.of_flash, "flash_attn_varlen_func": calls.of_flash,
-          "flash_attn_with_kvcache": calls.of_cache}  # fmt: skip
+_FLASH: dict[str, _Reader] = {
+    "flash_attn_func": calls.of_flash,
+    "flash_attn_varlen_func": calls.of_flash,
+    "flash_attn_with_kvcache": calls.of_cache,
+}
 
 
 class _Kernels(TorchDispatchMode):
@@ -57,13 +61,13 @@ class Watch(TorchFunctionMode):
 
     Args:
         model: The model that will run.
-        handler: Gets each call once it is done.
+        handler: Gets each call once it is done; an attribute that may be changed.
         batch: The batch of the model's inputs, for written-out attention in which batch and heads are one dimension.
     """
 
     def __init__(self, model: nn.Module, handler: Handler, batch: int) -> None:
         super().__init__()
-        self._handler, self._batch, self._model = handler, batch, model
+        self.handler, self._batch, self._model = handler, batch, model
         self._layers: list[tuple[str, nn.Module]] = [("", model)]
         self._inside, self._kernel, self.count = 0, "", 0
         self._is_running = False
@@ -119,8 +123,13 @@ class Watch(TorchFunctionMode):
     def _handle(self, call: SeenCall) -> Tensor | None:
         self.count += 1
         self._inside += 1
+        if call.q.dtype != call.out.dtype:  # as autocast rounds them
+            call = call.but(**{name: getattr(call, name).to(call.out.dtype) for name in "qkv"})
+        if 0 in (*call.q.shape, *call.k.shape):
+            call = call.but(unknown="nothing to compute")
         try:
-            return self._handler(*self._layers[-1], call)
+            with torch.autocast(call.q.device.type, enabled=False):
+                return self.handler(*self._layers[-1], call)
         finally:
             self._inside -= 1
 
@@ -225,12 +234,13 @@ class Watch(TorchFunctionMode):
             if place in sys.modules:
                 fixed[getattr(sys.modules[place], name)] = reader
         made: dict[int, Any] = {}
+        names = {function.__name__ for function in fixed} | set(_FLASH)
         for name, module in list(sys.modules.items()):
             if name.startswith("flashtile.audits"):
                 continue
             contents = getattr(module, "__dict__", None) or {}
             for key, value in list(contents.items()):
-                if type(value) is not types.FunctionType:
+                if type(value) is not types.FunctionType or value.__name__ not in names:
                     continue
                 original = getattr(value, "_torchdynamo_orig_callable", value)
                 read = fixed.get(original) or _FLASH.get(value.__name__)
@@ -262,7 +272,7 @@ class Watch(TorchFunctionMode):
                 return run(args, kwargs)
 
         def run(args: Any, kwargs: Any) -> Any:
-            before = self.count
+            before, self._kernel = self.count, ""
             self._inside += not last
             try:
                 # FlexAttention is a kernel only where it is compiled.
@@ -270,7 +280,6 @@ class Watch(TorchFunctionMode):
                     result = function(*args, **kwargs)
             finally:
                 self._inside -= not last
-            kernel, self._kernel = self._kernel, ""
             if last and self.count > before:
                 return result
             out = result[0] if isinstance(result, tuple) else result
@@ -279,7 +288,7 @@ class Watch(TorchFunctionMode):
             name = "flex_attention"
             if read is not calls.of_flex:
                 name = f"{home.partition('.')[0]}.{function.__name__}"
-            kernel = _backend(args, kwargs) if is_ours else kernel and f"flashtile's {kernel}"
+            kernel = _backend(args, kwargs) if is_ours else self._kernel and f"flashtile's {self._kernel}"
             call = read(given, out, f"{name} ({kernel})" if kernel else name, self._factor(*tensors))
             found = self._handle(call)
             if found is None:
