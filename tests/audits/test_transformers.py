@@ -61,6 +61,8 @@ _MODELS = (
     ("Gemma2", _GEMMA, {"causal", "causal, window of 8 keys"}, ("eager", NAME)),
     ("OPT", dict(vocab_size=100, hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4,
                  word_embed_proj_dim=64), {"causal"}, _WAYS),
+    ("GPTNeo", dict(vocab_size=100, hidden_size=64, num_layers=2, num_heads=4, window_size=8,
+                    attention_types=[[["global", "local"], 1]]), {"causal", "causal, window of 8 keys"}, ("eager",)),
     ("Bloom", dict(vocab_size=100, hidden_size=64, n_layer=2, n_head=4), {"causal"}, ("eager",)),
     ("T5", dict(vocab_size=100, d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4), {"all", "causal"}, _WAYS),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from flashtile.audits.calls import SeenCall
 from flashtile.audits.measure import Errors, SeenPairs, errors_of
 
 # Models of transformers that do not scale scores: their weights do.
-_UNSCALED = {"mt5", "longt5", "pop2piano", "switch_transformers", "t5", "udop", "umt5"}
+_UNSCALED = {"gpt_neo", "mt5", "longt5", "pop2piano", "switch_transformers", "t5", "udop", "umt5"}
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _window(module: nn.Module, config: Any, causal: bool | None) -> tuple[int | 
     if kind not in (None, "sliding_attention", "full_attention"):
         return None, 0, False
     if kind == "full_attention" or window is None or getattr(config, "use_sliding_window", True) is False:
-        return None, 0, True
+        return None, 0, not hasattr(config, "window_size")  # which means something else to each model
     return window - 1, 0, kind is not None or not hasattr(config, "max_window_layers")
 
 
