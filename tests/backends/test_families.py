@@ -82,7 +82,7 @@ def test_every_option_but_the_longest_lengths_is_of_the_family() -> None:
     others = dict(window_left=3, window_right=0, max_seqlen_q=31, max_seqlen_k=None, grads=Grads(True),
                   softmax_scale=2.0, softcap=1.0, dropout_p=0.5, deterministic=True, backend="portable",
                   attention_chunk=5, mirrored=True, listed=(16, 16), return_max_scores=True, batch_invariant="strict",
-                  mods=("a text",))  # fmt: skip
+                  mods=("a text",), counted_by="sdpa")  # fmt: skip
     assert set(others) == set(OPTIONS), "a new option: is it part of the family?"
     for name, value in others.items():
         other = like._replace(**{name: value})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch.nn.attention.bias
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -25,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flashtile import UnsupportedError, attention
 from flashtile.integrations import _attend, sdpa
+from flashtile.ops import operation
 from tests.rule import assert_close
 
 PYTORCH = F.scaled_dot_product_attention
@@ -600,4 +604,43 @@ def test_compiled_inside_with_gradients_and_sizes_that_vary() -> None:
             got = results(leaves, compiled, CAUSAL)
             judge(leaves, got, CAUSAL)
     assert graphs.seen and all(seen == {"flashtile"} for seen in graphs.seen)
-    assert sdpa.calls.served == 0  # not counted while it is traced
+    assert sdpa.calls.served == 3
+
+
+def test_compiled_calls_are_counted_when_they_run() -> None:
+    """Each time, the second run of a checkpoint included; what is left to PyTorch is, once for each graph."""
+
+    def step(x: Tensor) -> Tensor:
+        return attend(attend(x, x, x, is_causal=True), x, x)
+
+    torch._dynamo.reset()
+    counter, x = CompileCounterWithBackend("aot_eager"), torch.randn(1, 2, 5, 8, requires_grad=True)
+    with sdpa.use():
+        run = torch.compile(step, backend=counter, fullgraph=True)
+        for _ in range(3):
+            run(x).sum().backward()
+        assert (sdpa.calls.served, sdpa.calls.left.total(), counter.frame_count) == (6, 0, 1)
+        again = torch.compile(lambda x: checkpoint(step, x, use_reentrant=False), backend="aot_eager", fullgraph=True)
+        again(x).sum().backward()
+        assert sdpa.calls.served == 10
+        dropped = torch.compile(lambda x: attend(x, x, x, dropout_p=1.0), backend="eager", fullgraph=True)
+        for _ in range(3):
+            dropped(x)
+    assert (sdpa.calls.served, sdpa.calls.left) == (10, {"dropout_p 1.0 (in compiled code, counted once)": 1})
+
+
+def test_an_exported_call_is_counted_where_it_runs() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return attend(x, x, x)
+
+    x = torch.randn(1, 2, 5, 8)
+    with sdpa.use(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of side effects, for one
+        program = torch.export.export(Net(), (x,), strict=True)
+    assert sdpa.calls.served == 0
+    torch.testing.assert_close(program.module()(x), attend(x, x, x))
+    assert sdpa.calls.served == 1
+    with mock.patch.dict(operation.COUNTERS, clear=True):  # where the integration was not imported
+        program.module()(x)
+    assert sdpa.calls.served == 1

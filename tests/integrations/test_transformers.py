@@ -272,7 +272,7 @@ def test_generate_compiled(name: str, padding: str) -> None:
     calls.clear()
     got = model.generate(**given, max_new_tokens=9, do_sample=False, cache_implementation="static", compile_config=how)
     assert torch.equal(got, want)
-    assert calls.served == 2  # the prompt; the other eight steps were compiled
+    assert calls.served == 9 * MODELS[name][2]  # the prompt, and eight compiled steps
 
 
 @pytest.mark.parametrize("hole", [False, True])
@@ -319,7 +319,7 @@ def test_compile(name: str) -> None:
         torch._dynamo.reset()
         model.forward = torch.compile(model.forward, backend=backend, fullgraph=True)
 
-    judge(make(name), inputs(name, "left"), 0, change)  # what is compiled is not counted
+    judge(make(name), inputs(name, "left"), 2, change)
     assert sum("flashtile.attention_forward" in target for target in found) == 2
     assert not any("scaled_dot_product" in target for target in found)
 
@@ -757,3 +757,19 @@ def test_explain() -> None:
     assert text.count("1 x float32 on cpu, batch 2, 19 x 19, 4 heads over 2, head_dim 16") == 2
     assert "window(6, 0)" in text and "forward: cpu" in text
     assert explain(nn.Linear(2, 2), torch.ones(2)) == "no attention call reached flashtile"
+
+
+def test_compiled_layers_are_counted_and_explained() -> None:
+    """A layer of each kind: a second run counts without being traced."""
+    model, given = make("llama").eval(), inputs("llama")
+    enable(model)
+    want = explain(model, **given)
+    torch._dynamo.reset()
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    calls.clear()
+    assert explain(model, **given) == want
+    assert calls.served == 2
+    with torch.no_grad(), torch.compiler.set_stance("fail_on_recompile"):
+        model(**given)
+    assert calls.served == 4

@@ -17,10 +17,10 @@ from flashtile.api.keywords import (
     Asked,
     DenseKeywords,
     PackedKeywords,
+    counter_of,
     masked_by,
     options_of,
     refuse_functions,
-    refused,
 )
 from flashtile.call.arguments import Grads, Options, Plain, Tensors, check_tensor, is_dtensor, read, refuse_mixed
 from flashtile.call.prepared import autocast, autocast_is_on
@@ -147,8 +147,7 @@ def attention(
     Source: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; Dao 2023, arXiv:2307.08691.
     """
     global _last
-    if _more or _unknown:
-        raise refused("attention", _more, _unknown)
+    counted_by = counter_of("attention", _more, _unknown) if _more or _unknown else ""
     if selected is not None:
         plain = Plain(
             softmax_scale, softcap, dropout_p, deterministic, backend, attention_chunk, False, (), return_max_scores
@@ -191,7 +190,7 @@ def attention(
     is_usual = (window_size is None or type(window_size) is tuple) and not return_max_scores
     if is_usual and not options.dropout_p and not _is_compiling():
         _last = options, causal, window_size, *numbers
-    return _run(tensors, options, return_lse)
+    return _run(tensors, options._replace(counted_by=counted_by) if counted_by else options, return_lse)
 
 
 _NO_GRADS, _is_compiling = Grads(), torch.compiler.is_compiling
@@ -300,8 +299,7 @@ def attention_varlen(
         InvalidInputError: A ValueError that names the argument.
         UnsupportedError: No backend can run the call; lists the reasons of each.
     """
-    if _more or _unknown:
-        raise refused("attention_varlen", _more, _unknown)
+    counted_by = counter_of("attention_varlen", _more, _unknown) if _more or _unknown else ""
     masked, mirrored, listed = _NOT_MASKED
     if block_mask is not None:
         masked, mirrored, listed, mask_mod = masked_by(block_mask, mask_mod)
@@ -318,7 +316,8 @@ def attention_varlen(
     if not (precision is None and score_mod is None and mask_mod is None) or is_quantized:
         asked = Asked(precision, causal, window_size, return_lse, plain, True, longest, (score_mod, mask_mod))
         return _less_common(tensors, asked, out)
-    return _run(tensors, read(tensors, causal, window_size, return_lse, plain, longest), return_lse, out)
+    options = read(tensors, causal, window_size, return_lse, plain, longest)
+    return _run(tensors, options._replace(counted_by=counted_by) if counted_by else options, return_lse, out)
 
 
 def _less_common(

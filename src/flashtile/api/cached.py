@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from flashtile.api.keywords import CacheKeywords, intervals_of, refused, with_functions
+from flashtile.api.keywords import CacheKeywords, counter_of, intervals_of, with_functions
 from flashtile.call import arguments, latent
 from flashtile.call.arguments import check_tensor
 from flashtile.call.cached_arguments import CacheTensors, read, tree_words
@@ -198,8 +198,7 @@ def attention_with_kvcache(
     Source: Dao et al. 2022, arXiv:2205.14135; Kwon et al. 2023, arXiv:2309.06180 (pages); DeepSeek-V3.2,
     2025 (selected).
     """
-    if _more or _unknown:
-        raise refused("attention_with_kvcache", _more, _unknown)
+    counted_by = counter_of("attention_with_kvcache", _more, _unknown) if _more or _unknown else ""
     of_all, of_each = causality(causal)
     row_keys, key_rows, mirrored = (None, None, False) if block_mask is None else intervals_of(block_mask)
     plain = (
@@ -207,6 +206,7 @@ def attention_with_kvcache(
         return_max_scores, batch_invariant,
     )  # fmt: skip
     options = read(of_all, window_size, return_lse, plain)
+    options = options._replace(counted_by=counted_by) if counted_by else options
     tensors = CacheTensors(
         out, q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k, v, rotary_cos,  # type: ignore[arg-type]
         rotary_sin, rotary_seqlens, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sinks,  # type: ignore[arg-type]

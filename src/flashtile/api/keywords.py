@@ -224,6 +224,14 @@ def refused(function: str, more: tuple[object, ...], unknown: dict[str, object])
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
+def counter_of(function: str, more: tuple[object, ...], unknown: dict[str, Any]) -> str:
+    """The name of what counts the call's runs: integrations give it by ``counted_by``, which is no public keyword."""
+    name: str = unknown.pop("counted_by", "")
+    if more or unknown:
+        raise refused(function, more, unknown)
+    return name
+
+
 def asked_of(
     function: str, sides: tuple[Any, Any, Any], given: Mapping[str, Any], known: Any = AnyCall
 ) -> tuple[Tensors, Asked, dict[str, Any]]:

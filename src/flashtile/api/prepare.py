@@ -54,7 +54,7 @@ def explain(
         problem = cached_problem.problem_of(over, settings)
         if problem.device_type == "cpu":
             cached_problem.check_values(problem, over)
-        return _explained(
+        return explained(
             backend, over.q.device, [(problem, over, None)],
             ("rows of selected keys", lambda: _finding_builds(tensors, asked, cached, over.q.device)),
         )  # fmt: skip
@@ -62,7 +62,7 @@ def explain(
         refuse_functions(*asked.functions)
         calls = quantized_calls().calls(tensors, asked, None)
         place = q.q.device if isinstance(q, Quantized) else q.device
-        return _explained(
+        return explained(
             backend,
             place,
             calls,
@@ -73,10 +73,10 @@ def explain(
     problem = Problem.of(given, options)
     if problem.varlen and problem.device_type == "cpu":
         check_values(problem, tensors)
-    return _explained(backend, q.device, [(problem, given, None)])
+    return explained(backend, q.device, [(problem, given, None)])
 
 
-def _explained(
+def explained(
     backend: str | None,
     device: torch.device,
     calls: Sequence[tuple[Problem, Any, Direction | None]],

@@ -243,8 +243,9 @@ class Options(NamedTuple):
     listed: Annotated[tuple[int, ...], Argument("Rows and keys of a listed block; bits.", schema="int[]?")] = ()
     return_max_scores: Annotated[bool, Argument("Whether lse comes with the largest scores.", check=flag)] = False
     batch_invariant: Annotated[str, Argument("Whether bits of a row are its own.", check=_invariance)] = ""
-    # Not a keyword: what score_mod and mask_mod become.
+    # No keywords: what score_mod and mask_mod become, and what integrations give.
     mods: Annotated[tuple[str, ...], Argument("Texts of mods.", schema="str[]?")] = ()
+    counted_by: Annotated[str, Argument("Name of what counts the call's runs.")] = ""
 
     @property
     def band(self) -> Band:
@@ -253,7 +254,7 @@ class Options(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """The fields of ``Options`` from softmax_scale on, but for ``mods``, as a caller gave them."""
+    """The fields of ``Options`` from softmax_scale to batch_invariant, as a caller gave them."""
 
     softmax_scale: Any = None
     softcap: Any = 0.0
@@ -334,10 +335,11 @@ def read(
 def reader(options: type[S]) -> Callable[[Any, Any, Any, tuple[object, ...]], S]:
     """A function that makes options from ``causal``, ``window_size``, ``return_lse`` and a tuple of the other fields.
 
-    It takes the fields that follow window_right in their order, but for ``mods``. The same arguments give the same
+    It takes the keywords among the fields that follow window_right, in their order. The same arguments give the same
     object, unless one is unhashable. It raises InvalidInputError, naming the argument that is wrong.
     """
-    rows, new = {n: row for n, row in table(options).items() if n != "mods"}, cast(Callable[..., S], options)
+    rows = {n: row for n, row in table(options).items() if n not in ("mods", "counted_by")}
+    new = cast(Callable[..., S], options)
 
     def make(causal: object, return_lse: object, *plain: object) -> S:
         causal, _ = flag("causal", causal), flag("return_lse", return_lse)

@@ -103,6 +103,7 @@ class CacheOptions(NamedTuple):
     return_max_scores: Annotated[bool, arguments.OPTIONS["return_max_scores"]] = False
     batch_invariant: Annotated[str, arguments.OPTIONS["batch_invariant"]] = ""
     mods: Annotated[tuple[str, ...], arguments.OPTIONS["mods"]] = ()
+    counted_by: Annotated[str, arguments.OPTIONS["counted_by"]] = ""
 
     @property
     def band(self) -> Band:

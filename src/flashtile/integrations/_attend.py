@@ -30,8 +30,12 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **carried: Any,
 ) -> Tensor | str:
-    """Runs the call, or returns the reason why it cannot. An invalid call is such a reason too."""
+    """Runs the call, or returns the reason why it cannot. An invalid call is such a reason too.
+
+    ``carried`` is of ``Calls``.
+    """
     lower_right = False
     if is_causal_bias(attn_mask) and is_causal is False:
         bias: Any = attn_mask
@@ -50,11 +54,11 @@ def attend(
         reason = "attn_mask together with is_causal" if is_causal else _unfit_mask(attn_mask, lead, query, key)
     if reason:
         return reason
-    keywords: dict[str, Any] = {"causal": lower_right or is_causal}
+    keywords: dict[str, Any] = {"causal": lower_right or is_causal, **carried}
     if is_causal and query.shape[-2] < key.shape[-2]:  # row i keeps keys up to i, so none sees the last keys
         key, value = key[..., : query.shape[-2], :], value[..., : query.shape[-2], :]
     elif is_causal and query.shape[-2] > key.shape[-2]:  # the diagonal from the top left, counted from the bottom right
-        keywords = {"window_size": (None, query.shape[-2] - key.shape[-2])}
+        keywords = {"window_size": (None, query.shape[-2] - key.shape[-2]), **carried}
     if attn_mask is not None:
         mask = _merged(attn_mask, lead) if attn_mask.dim() > 3 and len(lead) > 1 else attn_mask
         keywords["attn_mask" if mask.dtype is torch.bool else "attn_bias"] = mask

@@ -24,7 +24,7 @@ from flashtile.integrations.vllm import NAME
 # The dtypes for vLLM's names of a cache's dtype.
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 # vLLM shows messages of its own loggers.
-calls = Calls("vllm.flashtile")
+calls = Calls(log="vllm.flashtile")
 
 
 @dataclasses.dataclass

@@ -116,7 +116,7 @@ def _attend(
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    found = attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    found = attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, **calls.carried())
     if not isinstance(found, Tensor):
         raise UnsupportedError(f"flashtile, diffusers' attention backend, cannot run this call: {found}")
     calls.serve()

@@ -39,7 +39,7 @@ from flashtile.integrations._flash_impl import Handle
 
 __all__ = ["calls", "disable", "enable", "is_enabled", "scaled_dot_product_attention", "use"]
 
-calls = Calls()
+calls = Calls("sdpa")
 """Calls served and left, in all threads, since the program's start or ``calls.clear()``."""
 
 register_flash_attention_impl("flashtile", register_fn=lambda: Handle(calls))
@@ -66,7 +66,7 @@ def scaled_dot_product_attention(
     """
     found: Tensor | str = "sdpa_kernel or torch.backends.cuda turned some of PyTorch's kernels off"
     if _all_kernels_allowed():
-        found = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        found = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **calls.carried())
     if isinstance(found, Tensor):
         calls.serve()
         return found

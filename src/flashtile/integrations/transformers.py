@@ -23,6 +23,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils.import_utils import is_tracing
 
 import flashtile
+from flashtile.api.prepare import explained
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 from flashtile.integrations import _transformers_paged as paged
 from flashtile.integrations import _transformers_ranks as ranks
@@ -31,7 +32,7 @@ from flashtile.integrations._transformers_mask import LazyMask, mask
 from flashtile.integrations._transformers_ranks import over_ranks as over_ranks
 
 NAME = "tile_attention"  # transformers takes every name with "flash" in it for one of its own kernels
-calls = Calls()
+calls = Calls("transformers", on_run=lambda call, tensors: _explain(call, tensors))
 
 # Keywords that models pass to every layer without an effect: the mask contains the meaning of token types.
 HARMLESS = {
@@ -109,6 +110,12 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
     finally:
         _explained.reset(token)
     return "\n".join(f"{count} x {text}" for text, count in found.items()) or "no attention call reached flashtile"
+
+
+def _explain(call: Any, tensors: Any) -> None:
+    """Describes a call that ran in traced code, if ``explain`` runs the model."""
+    if (found := _explained.get()) is not None:
+        found[explained(call.options.backend, tensors.q.device, [(call.problem, tensors, None)])] += 1
 
 
 def attention(
@@ -199,7 +206,7 @@ def _over_cache(q: Tensor, k: Tensor, v: Tensor, lazy: LazyMask, options: dict[s
     over |= {"cache_seqlens": lazy.lengths, "cache_leftpad": lazy.leftpad}
     if not torch.compiler.is_compiling() and (found := _explained.get()) is not None:
         found[flashtile.explain(q, k_cache=k, v_cache=v, **over)] += 1
-    out = flashtile.attention_with_kvcache(q, k, v, **over)
+    out = flashtile.attention_with_kvcache(q, k, v, **over, **calls.carried())
     assert isinstance(out, Tensor)  # lse was not asked for
     return out
 
@@ -287,9 +294,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Any, ...] | None, option
         packing = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), bounds, strict=True))
     if not torch.compiler.is_compiling() and (found := _explained.get()) is not None:
         found[flashtile.explain(q, k, v, **packing, **options)] += 1
-    if bounds is None:
-        out = flashtile.attention(q, k, v, **options)
-    else:
-        out = flashtile.attention_varlen(q, k, v, **packing, **options)
+    function: Any = flashtile.attention if bounds is None else flashtile.attention_varlen
+    out = function(q, k, v, **packing, **options, **calls.carried())
     assert isinstance(out, Tensor)  # lse was not asked for
     return out if bounds is None else out.unflatten(0, (batch, -1))

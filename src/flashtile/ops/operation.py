@@ -68,6 +68,10 @@ def register() -> None:
         each()
 
 
+# What counts the runs of calls, by the name that these carry: it gets the planned call and its tensors.
+COUNTERS: dict[str, Callable[[PlannedCall, Any], None]] = {}
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operator:
     """One operator of the library.
@@ -361,8 +365,20 @@ class PlannedCall:
             ahead = plans.building_ahead(shape_class.backend("backward", problem, name), problem, t)
         with ahead:
             run = shape_class.plan(operation.direction, problem, t, (), name)
-            self.run = operation.guarded(problem, run)
+            run = operation.guarded(problem, run)
+            self.run = self._counted(run) if getattr(self.options, "counted_by", "") else run
             return self.run(t)
+
+    def _counted(self, run: Plan) -> Plan:
+        """A plan that tells what counts the call. A process that loads an exported program may have no counter."""
+
+        def counted(t: Any) -> Any:
+            found, count = run(t), COUNTERS.get(self.options.counted_by)
+            if count is not None:
+                count(self, t)
+            return found
+
+        return counted
 
 
 def refuse_gradients(rows: Iterable[str], given: Iterable[Any], what: str) -> None:
