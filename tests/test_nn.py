@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -380,7 +378,8 @@ def test_from_torch_computes_what_torchs_module_does(batch_first: bool, bias: bo
     x, key, value = randn(2, 5, 32), randn(2, 7, kdim or 32), randn(2, 7, kdim or 32)
     given = (x, key, value) if batch_first else tuple(each.transpose(0, 1) for each in (x, key, value))
     hidden = torch.arange(7) >= torch.tensor([[4], [7]])
-    out, expected = ours(*given, key_padding_mask=hidden), theirs(*given, key_padding_mask=hidden)[0]
+    (out, none), expected = ours(*given, key_padding_mask=hidden), theirs(*given, key_padding_mask=hidden)[0]
+    assert none is None
     assert_close(out, expected)
     dout = torch.randn_like(out)
     grads = (torch.autograd.grad(each, (x, key, value), dout) for each in (out, expected))
@@ -389,45 +388,151 @@ def test_from_torch_computes_what_torchs_module_does(batch_first: bool, bias: bo
 
 def test_one_tensor_three_times_is_self_attention() -> None:
     module, x = MultiheadAttention(32, 4, rotary=True, causal=True, **DOUBLE), randn(2, 6, 32)
-    assert_close(module(x, x, x, positions=9), module(x, positions=9))
+    assert_close(module(x, x, x, positions=9)[0], module(x, positions=9))
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_the_output_is_not_taken_for_torchs_pair(batch_first: bool) -> None:
-    """A batch of two, or two rows, would unpack into samples, or rows."""
-    module, x = MultiheadAttention(32, 4, batch_first=batch_first, **DOUBLE), randn(2, 2, 32)
-    for take in (tuple, lambda out: out[0], lambda out: out[1]):
-        with pytest.raises(InvalidInputError, match="^out: is the output alone, no pair"):
-            take(module(x, x, x))
-        take(module(x))
+LAYERS = {
+    "encoder": (nn.TransformerEncoderLayer, ["self_attn"]),
+    "decoder": (nn.TransformerDecoderLayer, ["self_attn", "multihead_attn"]),
+}
+_SEQ, _SEQ_K = 6, 5
+_BLOCKED = torch.ones(_SEQ, _SEQ, dtype=torch.bool).triu(2)
+_EACH = torch.arange(2 * 4 * _SEQ * _SEQ).view(8, _SEQ, _SEQ) % 5 == 1
+_HIDDEN = torch.arange(_SEQ) >= torch.tensor([[4], [6]])
+_CAUSAL = nn.Transformer.generate_square_subsequent_mask(_SEQ, dtype=torch.float64)
+# As a decoder's layer calls them; an encoder's are src_mask, src_key_padding_mask and is_causal.
+GIVEN: dict[str, dict] = {
+    "plain": {},
+    "mask": {"mask": _BLOCKED},
+    "mask of heads": {"mask": _EACH},
+    "mask and padding": {"mask": _EACH, "key_padding_mask": _HIDDEN},
+    "added": {"mask": torch.linspace(-2, 2, 8 * _SEQ * _SEQ, dtype=torch.float64).sin().view(8, _SEQ, _SEQ)},
+    "causal": {"mask": _CAUSAL, "is_causal": True},
+    "causal and padding": {"mask": _CAUSAL < 0, "is_causal": True, "key_padding_mask": _HIDDEN},
+    "padding": {"key_padding_mask": _HIDDEN},
+}
 
 
-def test_the_output_is_else_a_tensor_like_any_other() -> None:
-    module, x = MultiheadAttention(32, 4, **DOUBLE), randn(2, 5, 32)
-    out, plain = module(x, x, x), module(x)
-    for found in (out + 0, out[0, ...], out.unbind(0)[1], out.detach(), torch.func.vmap(module)(*[x[None]] * 3)):
-        assert type(found) is Tensor
-    assert str(out).split("grad_fn")[0] == str(plain).split("grad_fn")[0] and torch.equal(out[-1], plain[-1])
+def layers(kind: str, batch_first: bool, norm_first: bool) -> tuple[nn.Module, nn.Module]:
+    """torch's layer, and one with our attention and the same weights; nothing is dropped."""
+    make, names = LAYERS[kind]
+    theirs = make(32, 4, 48, 0.0, batch_first=batch_first, norm_first=norm_first, **DOUBLE)
     with torch.no_grad():
-        quiet = module(x, x, x)
-    file = io.BytesIO()
-    torch.save(quiet, file)
-    file.seek(0)
-    for kept in (torch.load(file, weights_only=True), copy.deepcopy(quiet), pickle.loads(pickle.dumps(quiet))):
-        assert type(kept) is Tensor and torch.equal(kept, plain)
-    assert_same_with_gradients(module, module(x, x, x).mul_(2), 2 * module(x), x)
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) / 8)
+    ours = copy.deepcopy(theirs)
+    for name in names:
+        setattr(ours, name, MultiheadAttention.from_torch(getattr(ours, name)))
+    return theirs, ours
+
+
+def layer_call(kind: str, batch_first: bool, given: dict) -> tuple[tuple[Tensor, ...], dict]:
+    """Inputs of a layer, and masks by the names that it has for them."""
+    inputs = randn(2, _SEQ, 32), randn(2, _SEQ_K, 32)
+    inputs = inputs if batch_first else tuple(x.transpose(0, 1) for x in inputs)
+    if kind == "encoder":
+        return inputs[:1], {name if name == "is_causal" else f"src_{name}": x for name, x in given.items()}
+    memory = {"memory_mask": _EACH[:, :, :_SEQ_K], "memory_key_padding_mask": _HIDDEN[:, :_SEQ_K]}
+    return inputs, {**memory, **{f"tgt_{name}": x for name, x in given.items()}}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_torchs_layers_take_it(kind: str, name: str) -> None:
+    """In training mode and in inference, where torch's own layer is fused."""
+    batch_first = name not in ("mask", "added")
+    theirs, ours = layers(kind, batch_first, norm_first=name == "mask of heads")
+    given, masks = layer_call(kind, batch_first, GIVEN[name])
+    out, expected = ours(*given, **masks), theirs(*given, **masks)
+    assert_close(out, expected)
+    dout, (*_, name_of_last) = torch.randn_like(out), LAYERS[kind][1]
+    of_ours, of_theirs = (getattr(each, name_of_last) for each in (ours, theirs))
+    *grads, dvalue = torch.autograd.grad(out, (*given, of_ours.v_proj.weight), dout)
+    *wanted, dwhole = torch.autograd.grad(expected, (*given, of_theirs.in_proj_weight), dout)
+    assert_close((*grads, dvalue), (*wanted, dwhole[64:]))
+    with torch.no_grad():
+        assert_close(ours.eval()(*given, **masks), theirs.eval()(*given, **masks))
+
+
+@pytest.mark.parametrize("swapped_first", [True, False])
+def test_torchs_encoder_and_decoder_take_it(swapped_first: bool) -> None:
+    """The encoder would make nested tensors of padded ones for its fused inference."""
+    (theirs, ours), hidden = layers("encoder", True, False), _HIDDEN
+    encoders = [nn.TransformerEncoder(each, 2) for each in (theirs, theirs)]
+    if swapped_first:
+        with pytest.warns(UserWarning, match="_qkv_same_embed_dim was not True"):
+            encoders[1] = nn.TransformerEncoder(ours, 2)
+    else:
+        for layer in encoders[1].layers:
+            layer.self_attn = MultiheadAttention.from_torch(layer.self_attn)
+    x = randn(2, _SEQ, 32)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            expected, out = (each.eval()(x, src_key_padding_mask=hidden) for each in encoders)
+        assert_close(out[~hidden], expected[~hidden])
+    (theirs, ours), mask = layers("decoder", True, False), {"tgt_mask": _CAUSAL, "tgt_is_causal": True}
+    assert_close(*(nn.TransformerDecoder(each, 2)(x, x, **mask) for each in (theirs, ours)))
+
+
+def test_a_compiled_layer_is_one_graph() -> None:
     torch._dynamo.reset()
-    after = torch.compile(lambda y: 2 * y, fullgraph=True, backend="eager")
-    assert_same_with_gradients(module, after(module(x, x, x)), 2 * module(x), x)
-    assert_close(torch.compile(module, fullgraph=True, backend="eager")(x, x, x), plain)
+    _, ours = layers("encoder", True, False)
+    (x,), masks = layer_call("encoder", True, GIVEN["mask and padding"])
+    for mode in (True, False):
+        run = torch.compile(ours.train(mode), fullgraph=True, backend="eager")
+        assert_close(run(x, **masks), ours(x, **masks))
 
 
-def test_torchs_masks_are_refused_with_their_cure() -> None:
+def test_a_call_with_query_key_and_value_is_torchs() -> None:
+    """Its result is a pair whatever the batch, compiled too; its masks hide."""
+    module, x = MultiheadAttention(32, 4, **DOUBLE), randn(2, 2, 32)
+    keep = torch.tensor([[True, False], [True, True]])
+    torch._dynamo.reset()
+    for run in (module, torch.compile(module, fullgraph=True, backend="eager")):
+        out, none = run(x, x, x, attn_mask=~keep, need_weights=False)
+        assert none is None and out.shape == x.shape
+        assert_close(out, module(x, attn_mask=keep))
+    bias = randn(2, 2)
+    assert_close(module(x, x, x, attn_mask=bias.detach(), attn_bias=bias)[0], module(x, attn_bias=2 * bias))
+    _, largest = module(x, x, x, return_max_scores=True)
+    assert_close(largest, module(x, return_max_scores=True)[1])
+
+
+def test_a_hint_of_causality_takes_the_masks_place() -> None:
+    module, x = MultiheadAttention(32, 4, **DOUBLE), randn(2, 6, 32)
+    wrong = torch.ones(6, 6, dtype=torch.bool).tril(-1)  # the hint is believed
+    out, _ = module(x, x, x, attn_mask=wrong, is_causal=True)
+    assert_close(out, module(x, attn_mask=~_CAUSAL.bool()))
+    context = randn(2, 4, 32)
+    mask = torch.ones(6, 4, dtype=torch.bool).triu(1)  # from the top left, which causal is not where lengths differ
+    assert_close(module(x, context, context, attn_mask=mask, is_causal=True)[0], module(x, context, attn_mask=~mask))
+
+
+BAD_TORCH_CALLS = {
+    "need_weights": {"need_weights": True},
+    "need_weights a number": {"need_weights": 0},
+    "is_causal": {"is_causal": True},
+    "attn_mask of one head too many": {"attn_mask": torch.zeros(9, 5, 5, dtype=torch.bool)},
+    "attn_mask of integers": {"attn_mask": torch.zeros(5, 5, dtype=torch.int32)},
+    "attn_mask of another length": {"attn_mask": torch.zeros(8, 5, 6, dtype=torch.bool)},
+    "attn_mask of floats": {"attn_mask": torch.zeros(8, 5, 6)},
+    "attn_mask a list": {"attn_mask": [True]},
+    "key_padding_mask of integers": {"key_padding_mask": torch.zeros(2, 5, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("name", BAD_TORCH_CALLS)
+def test_bad_calls_of_torchs_form_name_their_argument(name: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{name.split()[0]}: "):
+        MultiheadAttention(32, 4)(X, X, X, **BAD_TORCH_CALLS[name])
+
+
+def test_masks_of_torchs_layout_are_refused_with_their_cure_elsewhere() -> None:
     module, x = MultiheadAttention(32, 4), X
     mask, hidden = torch.ones(8, 5, 5, dtype=torch.bool), torch.zeros(2, 5, dtype=torch.bool)
     for others in ({}, {"key_padding_mask": hidden}):
         with pytest.raises(InvalidInputError, match=r"^attn_mask: .*give attn_mask\.view\(2, 4, 5, 5\), where True"):
-            module(x, x, x, attn_mask=mask, **others)
+            module(x, attn_mask=mask, **others)
     with pytest.raises(InvalidInputError, match="^attn_mask: does not go with key_padding_mask: "):
         module(x, attn_mask=mask[..., :4], key_padding_mask=hidden)
 
@@ -437,7 +542,9 @@ def test_a_key_padding_mask_goes_with_a_mask() -> None:
     hidden, keep = torch.arange(6) >= torch.tensor([[4], [6]]), band(6, 3, 2)
     out = module(x, attn_mask=keep, key_padding_mask=hidden)
     assert_close(out, module(x, attn_mask=keep & ~hidden[:, None, None, :]))
-    for name, mask in (("shape", hidden[:, :3]), ("dtype", hidden.double())):
+    added = torch.zeros(2, 6, **DOUBLE).masked_fill(hidden, -torch.inf)
+    assert_close(module(x, attn_mask=keep, key_padding_mask=added), out)
+    for name, mask in (("shape", hidden[:, :3]), ("dtype", hidden.int())):
         with pytest.raises(InvalidInputError, match=f"^key_padding_mask: .*{name}"):
             module(x, key_padding_mask=mask)
 

@@ -6,7 +6,7 @@ This module imports only PyTorch, the public functions and checks of arguments. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,44 @@ from torch import Tensor, nn
 from flashtile.api.attention import attention, attention_varlen
 from flashtile.call.arguments import band_of, check_tensor, checked, flag, integer, probability
 from flashtile.call.rotary import RotaryEmbedding, apply_rotary
-from flashtile.core.alone import Alone
-from flashtile.core.errors import InvalidInputError, shown
+from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
 from flashtile.core.sizes import holds
 
 __all__ = ["MultiheadAttention", "RotaryEmbedding", "TransformerBlock", "apply_rotary"]
 
 
+class ForwardKeywords(TypedDict, total=False):
+    """The keywords of ``MultiheadAttention.forward`` but for return_max_scores."""
+
+    key_padding_mask: Tensor | None
+    attn_mask: Tensor | None
+    attn_bias: Tensor | None
+    need_weights: bool
+    is_causal: bool
+    positions: int | Tensor
+    context_positions: int | Tensor | None
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
+    cu_seqlens_context: Tensor | None
+    max_seqlen_context: int | None
+
+
+class _InParts:
+    """Where torch's encoder looks for one weight of all projections: its fused inference declines what is no tensor."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        raise UnsupportedError(
+            f"{function.__name__} of in_proj_weight: the weights are those of q_proj, k_proj and v_proj"
+        )
+
+
 class MultiheadAttention(nn.Module):
     """Multi-head attention with its projections: self- or cross-attention, padded or packed sequences.
+
+    Called with query, key and value it is torch's module but for the weights, which are never made: its masks hide, its
+    result is a pair. So it can stand in torch's ``TransformerEncoderLayer`` and ``TransformerDecoderLayer``. Called
+    with x, or x and a context, masks keep as in ``flashtile.attention``, and the result is one tensor.
 
     Parameters are named ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``, each with ``weight`` and optionally
     ``bias``. Memory is linear in the sequence lengths.
@@ -143,21 +172,23 @@ class MultiheadAttention(nn.Module):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
 
+    # What torch's layers read: with these their fused inference, which would not call the module, is off.
+    in_proj_weight, in_proj_bias, _qkv_same_embed_dim = _InParts(), None, False
+
     @overload
     def forward(
-        self, x: Tensor, context: Tensor | None = None, value: Tensor | None = None,
-        *, key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None, attn_bias: Tensor | None = None,
-        positions: int | Tensor = 0, context_positions: int | Tensor | None = None, cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None, cu_seqlens_context: Tensor | None = None, max_seqlen_context: int | None = None,
-        return_max_scores: Literal[False] = False,
+        self, x: Tensor, context: Tensor | None = None, value: None = None,
+        *, return_max_scores: Literal[False] = False, **others: Unpack[ForwardKeywords],
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
+        self, x: Tensor, context: Tensor, value: Tensor,
+        *, return_max_scores: Literal[False] = False, **others: Unpack[ForwardKeywords],
+    ) -> tuple[Tensor, None]: ...  # fmt: skip
+    @overload
+    def forward(
         self, x: Tensor, context: Tensor | None = None, value: Tensor | None = None,
-        *, key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None, attn_bias: Tensor | None = None,
-        positions: int | Tensor = 0, context_positions: int | Tensor | None = None, cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None, cu_seqlens_context: Tensor | None = None, max_seqlen_context: int | None = None,
-        return_max_scores: Literal[True],
+        *, return_max_scores: Literal[True], **others: Unpack[ForwardKeywords],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
@@ -168,6 +199,8 @@ class MultiheadAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
         attn_bias: Tensor | None = None,
+        need_weights: bool = False,
+        is_causal: bool = False,
         positions: int | Tensor = 0,
         context_positions: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -175,18 +208,23 @@ class MultiheadAttention(nn.Module):
         cu_seqlens_context: Tensor | None = None,
         max_seqlen_context: int | None = None,
         return_max_scores: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Attends from x to itself, or to a context; x, context and value are torch's query, key and value.
 
         Args:
             x: ``(batch, seqlen, embed_dim)``, or packed ``(total, embed_dim)`` with cu_seqlens.
             context: ``(batch, seqlen_context, context_dim)``, or packed ``(total_context, context_dim)``;
                 x by default.
-            value: The tensor that values are computed from, in context's shape; context by default.
-            key_padding_mask: bool, ``(batch, seqlen_context)``; **True hides** a key, as in torch's module.
-            attn_mask: bool, broadcastable to ``(batch, num_heads, seqlen, seqlen_context)``; **True keeps**, where it
-                hides in torch's module. Valid keys ``(batch, seqlen_context)`` are ``valid[:, None, None, :]``.
+            value: The tensor that values are computed from, in context's shape; context by default. With it the call
+                is torch's.
+            key_padding_mask: bool, ``(batch, seqlen_context)``; **True hides** a key. Or float, added to the scores.
+            attn_mask: bool, broadcastable to ``(batch, num_heads, seqlen, seqlen_context)``; **True keeps**. Valid keys
+                ``(batch, seqlen_context)`` are ``valid[:, None, None, :]``. With value **True hides**; floats are
+                added to the scores, and three dimensions are ``(batch * num_heads, seqlen, seqlen_context)``.
             attn_bias: float16 to float64, broadcastable to the same shape; added to the scores; has a gradient.
+            need_weights: Must be False: no weights are made.
+            is_causal: With value: says that attn_mask is the causal mask, so that it need not be read, as in torch's
+                module. A wrong hint gives wrong results.
             positions: For rotary: the position of every sequence's first row, or of all rows: ``(seqlen,)``,
                 ``(batch, seqlen)`` or packed ``(total,)``.
             context_positions: Like positions, for the context. x's if x attends to itself, else counted from 0.
@@ -197,16 +235,20 @@ class MultiheadAttention(nn.Module):
             return_max_scores: Also return the largest score of each head, for QK-clip: docs/training.md.
 
         Returns:
-            The output alone, like x. If value was given, as for torch's module, the output refuses to be used as a
-            pair: it cannot be unpacked, nor indexed by 0 or 1. With return_max_scores a pair of it and of the largest
-            scores, ``(num_heads,)`` float32 (float64 for float64 inputs), over all rows and sequences, -inf if no row
-            keeps a key; a shard has its own heads' alone.
+            The output alone, like x; with value a pair of it and None, in the place of torch's weights. With
+            return_max_scores a pair of it and of the largest scores, ``(num_heads,)`` float32 (float64 for float64
+            inputs), over all rows and sequences, -inf if no row keeps a key; a shard has its own heads' alone.
 
         Raises:
             InvalidInputError: Naming the argument that is wrong.
             UnsupportedError: No backend can run the call.
         """
-        apart, like_torchs = (context_positions, cu_seqlens_context, max_seqlen_context), value is not None
+        apart, is_torchs = (context_positions, cu_seqlens_context, max_seqlen_context), value is not None
+        if flag("need_weights", need_weights):
+            raise InvalidInputError("need_weights", "is True, but no weights are made: it must be False")
+        if flag("is_causal", is_causal) and (attn_mask is None or not is_torchs):
+            must = "says of attn_mask, in a call with value, that it is causal; build the module with causal=True"
+            raise InvalidInputError("is_causal", f"is True, but {must}")
         if context is x and (value is None or value is x) and not any(each is not None for each in apart):
             context = value = None
         itself = context is None
@@ -227,25 +269,28 @@ class MultiheadAttention(nn.Module):
         if value is not None:
             _check_rows("value", value, self.context_dim, "cu_seqlens_context", cu_seqlens_context)
         q, k, v = self._projected(x, source, source if value is None else value)
-        attn_mask = _with_padding(attn_mask, key_padding_mask, k)
+        options = {**self._options(), "return_max_scores": return_max_scores}
+        if is_causal and q.dim() == 4 and holds(q.shape[1] == k.shape[1]):
+            options["causal"], attn_mask = True, None
+        options |= _masks(attn_mask, attn_bias, key_padding_mask, k, q.shape[-2] if is_torchs else 0)
         if self.rotary is not None:
             q = self.rotary(q, positions, cu_seqlens)
             k = self.rotary(k, 0 if context_positions is None else context_positions, cu_seqlens_context)
-        options = {**self._options(), "return_max_scores": return_max_scores}
         try:
             if cu_seqlens is None or cu_seqlens_context is None:
-                found = attention(q, k, v, attn_mask=attn_mask, attn_bias=attn_bias, **options)
+                found = attention(q, k, v, **options)
             else:
                 lengths = (cu_seqlens, cu_seqlens_context, max_seqlen, max_seqlen_context)
-                found = attention_varlen(q, k, v, *lengths, attn_mask=attn_mask, attn_bias=attn_bias, **options)
+                found = attention_varlen(q, k, v, *lengths, **options)
         except InvalidInputError as error:
             named = {} if itself else {**_CONTEXT_NAMES, "v": "context" if value is None else "value"}
+            named |= {"attn_bias": "attn_mask"} if attn_bias is None else {}
             raise error.renamed({**_OWN_NAMES, **named}) from None
         out, max_scores = found if return_max_scores else (found, None)
         out = self.out_proj(out.flatten(-2))
         out = out if self.batch_first or out.dim() == 2 else out.transpose(0, 1)
-        out = Alone.of(out) if like_torchs else out
-        return out if max_scores is None else (out, _of_heads(max_scores))
+        largest = None if max_scores is None else _of_heads(max_scores)
+        return (out, largest) if is_torchs or return_max_scores else out
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -387,22 +432,42 @@ def _split(name: str, rows: Tensor, head_dim: int) -> Tensor:
     return rows.unflatten(-1, (width // head_dim, head_dim))
 
 
-def _with_padding(attn_mask: Tensor | None, hidden: Tensor | None, k: Tensor) -> Tensor | None:
-    """attn_mask without the keys that key_padding_mask hides."""
-    if hidden is None:
-        return attn_mask
-    for name, mask in (("key_padding_mask", hidden), ("attn_mask", hidden if attn_mask is None else attn_mask)):
-        check_tensor(name, mask)
-        if mask.dtype != torch.bool:
-            raise InvalidInputError(name, f"dtype is {mask.dtype}, must be bool")
-    if k.dim() == 3 or hidden.shape != k.shape[:2]:
-        must = "(batch, seqlen_context), of sequences that are not packed"
-        raise InvalidInputError("key_padding_mask", f"has shape {tuple(hidden.shape)}, must be {must}")
-    kept = ~hidden[:, None, None, :]
-    try:
-        return kept if attn_mask is None else attn_mask & kept
-    except RuntimeError as error:
-        raise InvalidInputError("attn_mask", f"does not go with key_padding_mask: {error}") from error
+def _masks(
+    mask: Tensor | None, bias: Tensor | None, padding: Tensor | None, k: Tensor, heads: int
+) -> dict[str, Tensor | None]:
+    """attn_mask and attn_bias of a call with a key_padding_mask; ``heads`` is 0 if attn_mask is not torch's."""
+    kept, added = (mask, None) if mask is None or not heads else _kept_or_added("attn_mask", mask, heads)
+    if padding is not None:
+        keys = _kept_or_added("key_padding_mask", padding)
+        if k.dim() == 3 or padding.shape != k.shape[:2]:
+            must = "(batch, seqlen_context), of sequences that are not packed"
+            raise InvalidInputError("key_padding_mask", f"has shape {tuple(padding.shape)}, must be {must}")
+        if kept is not None:
+            check_tensor("attn_mask", kept)
+            if kept.dtype != torch.bool:
+                raise InvalidInputError("attn_mask", f"dtype is {kept.dtype}, must be bool")
+        kept_keys, added_to_keys = (None if x is None else x[:, None, None, :] for x in keys)
+        try:
+            kept = kept_keys if kept is None else kept if kept_keys is None else kept & kept_keys
+            added = added_to_keys if added is None else added if added_to_keys is None else added + added_to_keys
+        except RuntimeError as error:
+            raise InvalidInputError("attn_mask", f"does not go with key_padding_mask: {error}") from error
+    if bias is not None and added is not None:
+        check_tensor("attn_bias", bias)
+        added = bias + added
+    return {"attn_mask": kept, "attn_bias": bias if added is None else added}
+
+
+def _kept_or_added(name: str, mask: Tensor, heads: int = 0) -> tuple[Tensor | None, Tensor | None]:
+    """What a mask of torch's module keeps, or what it adds to the scores; three dimensions are of batch * heads."""
+    check_tensor(name, mask)
+    if heads and mask.dim() == 3:
+        if holds(mask.shape[0] % heads != 0):
+            raise InvalidInputError(name, f"has shape {tuple(mask.shape)}, must begin with batch * num_heads")
+        mask = mask.unflatten(0, (-1, heads))
+    if not (mask.dtype.is_floating_point or mask.dtype == torch.bool):
+        raise InvalidInputError(name, f"dtype is {mask.dtype}, must be bool or a float dtype")
+    return (None, mask) if mask.dtype.is_floating_point else (~mask, None)
 
 
 def _check_rows(name: str, rows: Tensor, width: int, cu_name: str, cu_seqlens: Tensor | None) -> None:

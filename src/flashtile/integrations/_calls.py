@@ -22,7 +22,7 @@ class Calls:
     replays of a CUDA graph run no operator. A call that is left carries nothing: it counts once, when it is traced.
 
     Args:
-        name: What traced calls carry; empty for a counter whose calls nothing traces.
+        name: What traced calls carry; empty if nothing traces its calls.
         log: The name of the logger that gets one line at the first call that flashtile runs.
         on_run: Gets the planned call and the tensors of each run in traced code.
 
