@@ -1,4 +1,4 @@
-"""torch.compile and torch.export: sizes that are symbols, dropout's state, packages; and what must not be compiled."""
+"""torch.compile and torch.export: sizes that are symbols, dropout's state; and what must not be compiled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,16 +233,3 @@ def test_empty_lists_may_be_none() -> None:
         args = operators.REGULAR.flatten(t, options)
         none = [None if each == () else each for each in args]
         assert torch.equal(operators.FORWARD.overload(*none)[0], operators.FORWARD.overload(*args)[0])
-
-
-@pytest.mark.long
-def test_a_package_of_aotinductor_runs(tmp_path: Path) -> None:
-    class Net(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor) -> Tensor:
-            return attend(q, k, k, causal=True) + attend(q, k, k, mask_mod=lambda b, h, i, j: (i + j) % 3 != 0)
-
-    given = torch.randn(2, 16, 4, 8), torch.randn(2, 16, 4, 8)
-    with torch.no_grad():
-        program = torch.export.export(Net(), given)
-        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "net.pt2"))
-        torch.testing.assert_close(torch._inductor.aoti_load_package(package)(*given), Net()(*given))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flashtile.call.quantized import Quantized
     from flashtile.mods.block_mask import BlockMask
     from flashtile.ops.log import log
+    from flashtile.ops.plain import decompositions
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ _OTHERS = {
     "Quantized": "flashtile.call.quantized",
     "audit": "flashtile.audits",
     "create_block_mask": "flashtile.api.blocks",
+    "decompositions": "flashtile.ops.plain",
     "log": "flashtile.ops.log",
     "on_compile": "flashtile.call.events",
     "quantize": "flashtile.api.quantize",
@@ -52,6 +54,7 @@ __all__ = [
     "audit",
     "backends",
     "create_block_mask",
+    "decompositions",
     "explain",
     "log",
     "merge_states",

@@ -45,14 +45,14 @@ def with_max_scores(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``attention``'s out and lse, and the largest score that each row keeps, like lse (rule 31)."""
     if not problem.varlen:
-        return _dense(problem, tensors, dtype, range(problem.batch))
+        return _dense(problem, tensors, dtype, (0, problem.batch))
     assert tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None
     bounds_q, bounds_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
     outs, lses, tops = [], [], []
     for b in range(problem.batch):
         rows, keys = slice(bounds_q[b], bounds_q[b + 1]), slice(bounds_k[b], bounds_k[b + 1])
         origin = None if tensors.origins is None else Origin(*tensors.origins[b].tolist())
-        out, lse, top = _dense(problem, _sequence(tensors, b, rows, keys), dtype, range(b, b + 1), origin)
+        out, lse, top = _dense(problem, _sequence(tensors, b, rows, keys), dtype, (b, b + 1), origin)
         outs.append(out[0])
         lses.append(lse[0])
         tops.append(top[0])
@@ -121,15 +121,16 @@ def _sequence(t: Tensors, b: int, rows: slice, keys: slice) -> Tensors:
 
 
 def _dense(
-    p: Problem, t: Tensors, dtype: torch.dtype, batch: range, origin: Origin | None = None, tree: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    p: Problem, t: Tensors, dtype: torch.dtype, batch: tuple[int, int], origin: Origin | None = None,
+    tree: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q = t.q.to(dtype).transpose(1, 2)
     k, v = (x.to(dtype).transpose(1, 2).repeat_interleave(p.group_size, dim=1) for x in (t.k, t.v))
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     device = q.device
 
     scores = (q @ k.transpose(-1, -2) * p.softmax_scale).to(_score_dtype(p, dtype))  # rule 1
-    at = [torch.tensor(batch, device=device), *(torch.arange(n, device=device) for n in scores.shape[1:])]
+    at = [torch.arange(*batch, device=device), *(torch.arange(n, device=device) for n in scores.shape[1:])]
     keep = p.band.dense(seqlen_q, seqlen_k, device=device).expand(scores.shape)  # rule 5
     if tree is not None:
         keep = _of_tree(p, tree, seqlen_k)[1].expand(scores.shape)
@@ -167,13 +168,15 @@ def _dense(
         scores = scores + t.attn_bias.to(scores.dtype)
 
     scores = torch.where(keep, scores, -torch.inf)  # rule 10: select, so that NaN from q or k affects kept pairs only
-    if p.large_scores:  # rule 11: rounded as in the softmax, where a large number absorbs most of a small one
+    if (
+        p.large_scores and scores.dtype != p.lse_dtype
+    ):  # rule 11: rounded as in the softmax, where a large number absorbs most of a small one
         with torch.no_grad():
             scores.copy_(scores.to(p.lse_dtype))
 
     probs, lse = _softmax(scores, t.sinks)
     if t.rng_state is not None:  # rule 7
-        kept = philox.keep(t.rng_state, p.dropout_p, batch, p.num_heads_q, (0, seqlen_q), (0, seqlen_k), origin)
+        kept = philox.keep(t.rng_state, p.dropout_p, range(*batch), p.num_heads_q, (0, seqlen_q), (0, seqlen_k), origin)
         probs = torch.where(kept, probs / (1 - p.dropout_p), 0.0)
     return (
         (probs.to(dtype) @ v).transpose(1, 2),
@@ -304,7 +307,7 @@ def cached_with_max_scores(
                 row_keys=first_of(t.row_keys, b, rows.stop - rows.start), key_rows=first_of(t.key_rows, b, len(k)),
                 operands=t.operands, numbers=t.numbers,
             )  # fmt: skip
-            one_out, *of_rows = _dense(own, one, dtype, range(b, b + 1), tree=_tree(t, b, one.q.shape[1]))
+            one_out, *of_rows = _dense(own, one, dtype, (b, b + 1), tree=_tree(t, b, one.q.shape[1]))
             _rows(out, b, rows).copy_(one_out[0])
             for found, part in zip((lse, top), of_rows, strict=True):
                 (found if problem.varlen else found[b])[:, rows].copy_(part[0])

@@ -146,11 +146,11 @@ class Band:
         j = torch.arange(key_start, key_stop, device=device)[None, :]
         keep = torch.ones(row_stop - row_start, key_stop - key_start, dtype=torch.bool, device=device)
         if self.left is not None:
-            keep &= j >= i - self.left
+            keep = keep & (j >= i - self.left)
         if self.right is not None:
-            keep &= j <= i + self.right
+            keep = keep & (j <= i + self.right)
         if self.chunk is not None:
-            keep &= i.div(self.chunk, rounding_mode="floor") == j // self.chunk
+            keep = keep & (i.div(self.chunk, rounding_mode="floor") == j // self.chunk)
         return keep
 
     def __str__(self) -> str:

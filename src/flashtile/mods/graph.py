@@ -244,9 +244,9 @@ def evaluate(
         if op in INPUTS:
             value = at[op].to(dtypes[kind])
         elif op in ("const", "number"):
-            value = torch.tensor(args[0] if op == "const" else numbers[args[0]], dtype=dtypes[kind], device=device)
+            value = torch.full((), args[0] if op == "const" else numbers[args[0]], dtype=dtypes[kind], device=device)
         elif op == "size":
-            value = torch.tensor(operands[args[0]].shape[args[1]], dtype=dtypes[kind], device=device)
+            value = torch.full((), operands[args[0]].shape[args[1]], dtype=dtypes[kind], device=device)
         elif op == "load":
             tensor = operands[args[0]]
             index = tuple(inside(values[x], size) for x, size in zip(args[1:], tensor.shape, strict=True))

@@ -75,11 +75,11 @@ def evaluated(
 
 
 def _block_kinds(
-    like: Tensor, operands: Sequence[Tensor], numbers: Sequence[float], text: str, groups: Sequence[int],
+    like: Tensor, operands: Sequence[Tensor] | None, numbers: Sequence[float] | None, text: str, groups: Sequence[int],
     lengths: Sequence[int], block_size: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """``kinds_of`` all blocks of rows, ``(B, H, blocks_q, blocks_k)``, on the device of ``like``."""
-    function = Function(parse(text), tuple(operands), tuple(numbers), 0) if text else None
+    function = Function(parse(text), tuple(operands or ()), tuple(numbers or ()), 0) if text else None
     (b, h), (seqlen_q, seqlen_k), (of_rows, of_keys) = groups, lengths, block_size
     span = 0, -(-seqlen_q // of_rows)
     found = kinds_of(function, (b, h), (seqlen_q, seqlen_k), (of_rows, of_keys), span, like.device)
@@ -87,16 +87,17 @@ def _block_kinds(
 
 
 def _fake(
-    like: Tensor, operands: Sequence[Tensor], numbers: Sequence[float], text: str, groups: Sequence[int],
+    like: Tensor, operands: Sequence[Tensor] | None, numbers: Sequence[float] | None, text: str, groups: Sequence[int],
     lengths: Sequence[int], block_size: Sequence[int],
 ) -> Tensor:  # fmt: skip
     blocks = (-(-length // block) for length, block in zip(lengths, block_size, strict=True))
     return like.new_empty((*groups, *blocks), dtype=torch.int8)
 
 
-# Tensors and numbers are what a function reads, and text is its graph's, empty for one that keeps all.
+# Tensors and numbers are what a function reads (AOTInductor makes None of an empty list). text is its graph's, empty
+# for one that keeps all.
 LIBRARY.define(
-    "block_kinds(Tensor like, Tensor[] operands, float[] numbers, str text, SymInt[] groups, SymInt[] lengths,"
+    "block_kinds(Tensor like, Tensor[]? operands, float[]? numbers, str text, SymInt[] groups, SymInt[] lengths,"
     " int[] block_size) -> Tensor"
 )
 for _device in ("CPU", "CUDA"):
