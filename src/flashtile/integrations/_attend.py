@@ -34,7 +34,7 @@ def attend(
 ) -> Tensor | str:
     """Runs the call, or returns the reason why it cannot. An invalid call is such a reason too.
 
-    ``carried`` is of ``Calls``.
+    ``carried`` is what ``Calls.carried`` gives.
     """
     lower_right = False
     if is_causal_bias(attn_mask) and is_causal is False:

@@ -19,8 +19,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """What ``program.run_decompositions(...)`` of ``torch.export`` needs to make attention plain PyTorch.
 
     The program then runs where there is no Python: from C++, packaged by AOTInductor. It computes attention by its
-    definition, in float32 at least, and holds the whole score matrix; flashtile's kernels are not in it. Packed calls,
-    calls over a cache, in 8 bits or with out, lists of blocks and dropout are left as they are or refused.
+    definition, in float32 at least, and holds the whole score matrix; flashtile's kernels are not in it. Calls over a
+    cache, in 8 bits or with out stay as they are; packed calls, lists of blocks and dropout are refused.
 
     Returns:
         The operator, and a function of PyTorch's own operators. It raises UnsupportedError for what it does not have.
