@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-import flashtile
+from flashtile import attention, attention_varlen, attention_with_kvcache, explain
 from flashtile.audits import calls
 from flashtile.audits.calls import SeenCall
 from flashtile.core.errors import InvalidInputError, UnsupportedError
@@ -222,9 +222,9 @@ class Watch(TorchFunctionMode):
     def _rebind(self, replaced: list[tuple[dict[str, Any], str, Any]]) -> None:
         """Replaces functions in loaded modules; what stood there before is added to a list."""
         fixed: dict[Any, _Reader] = {
-            flashtile.attention: calls.of_flash,
-            flashtile.attention_varlen: calls.of_flash,
-            flashtile.attention_with_kvcache: calls.of_cache,
+            attention: calls.of_flash,
+            attention_varlen: calls.of_flash,
+            attention_with_kvcache: calls.of_cache,
         }
         for place, name, reader in (
             ("torch.nn.attention.flex_attention", "flex_attention", calls.of_flex),
@@ -315,7 +315,7 @@ def _like_transformers(module: Any, query: Any, key: Any, value: Any, attention_
 def _backend(args: Any, kwargs: Any) -> str:
     """The backend that runs a call of flashtile's."""
     try:
-        text = flashtile.explain(*args, **kwargs)
+        text = explain(*args, **kwargs)
     except (InvalidInputError, UnsupportedError, TypeError):
         return ""
     line = next((line for line in text.splitlines() if line.startswith("forward: ")), "")
