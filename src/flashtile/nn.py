@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flashtile.api.attention import attention, attention_varlen
+from flashtile.call import torch_masks
 from flashtile.call.arguments import band_of, check_tensor, checked, flag, integer, probability
 from flashtile.call.rotary import RotaryEmbedding, apply_rotary
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
@@ -244,11 +245,7 @@ class MultiheadAttention(nn.Module):
             UnsupportedError: No backend can run the call.
         """
         apart, is_torchs = (context_positions, cu_seqlens_context, max_seqlen_context), value is not None
-        if flag("need_weights", need_weights):
-            raise InvalidInputError("need_weights", "is True, but no weights are made: it must be False")
-        if flag("is_causal", is_causal) and (attn_mask is None or not is_torchs):
-            must = "says of attn_mask, in a call with value, that it is causal; build the module with causal=True"
-            raise InvalidInputError("is_causal", f"is True, but {must}")
+        _check_flags(need_weights, is_causal, attn_mask is not None and is_torchs)
         if context is x and (value is None or value is x) and not any(each is not None for each in apart):
             context = value = None
         itself = context is None
@@ -261,31 +258,24 @@ class MultiheadAttention(nn.Module):
             context_positions, cu_seqlens_context, max_seqlen_context = positions, cu_seqlens, max_seqlen
         _check_rows("x", x, self.embed_dim, "cu_seqlens", cu_seqlens)
         _check_rows("context", source, self.context_dim, "cu_seqlens_context", cu_seqlens_context)
-        for name, length in (("max_seqlen", max_seqlen), ("max_seqlen_context", max_seqlen_context)):
-            if length is not None and cu_seqlens is None:
-                raise InvalidInputError(name, "is given, but goes with packed sequences alone")
         if source.dim() != x.dim():
             raise InvalidInputError("context", f"has {source.dim()} dimensions, but x has {x.dim()}")
         if value is not None:
             _check_rows("value", value, self.context_dim, "cu_seqlens_context", cu_seqlens_context)
+        if cu_seqlens is None:
+            _refuse_longest(max_seqlen=max_seqlen, max_seqlen_context=max_seqlen_context)
         q, k, v = self._projected(x, source, source if value is None else value)
         options = {**self._options(), "return_max_scores": return_max_scores}
         if is_causal and q.dim() == 4 and holds(q.shape[1] == k.shape[1]):
             options["causal"], attn_mask = True, None
-        options |= _masks(attn_mask, attn_bias, key_padding_mask, k, q.shape[-2] if is_torchs else 0)
+        options |= torch_masks.combined(attn_mask, attn_bias, key_padding_mask, k, q.shape[-2] if is_torchs else 0)
         if self.rotary is not None:
             q = self.rotary(q, positions, cu_seqlens)
             k = self.rotary(k, 0 if context_positions is None else context_positions, cu_seqlens_context)
-        try:
-            if cu_seqlens is None or cu_seqlens_context is None:
-                found = attention(q, k, v, **options)
-            else:
-                lengths = (cu_seqlens, cu_seqlens_context, max_seqlen, max_seqlen_context)
-                found = attention_varlen(q, k, v, *lengths, **options)
-        except InvalidInputError as error:
-            named = {} if itself else {**_CONTEXT_NAMES, "v": "context" if value is None else "value"}
-            named |= {"attn_bias": "attn_mask"} if attn_bias is None else {}
-            raise error.renamed({**_OWN_NAMES, **named}) from None
+        named = {} if itself else {**_CONTEXT_NAMES, "v": "context" if value is None else "value"}
+        named |= {"attn_bias": "attn_mask"} if attn_bias is None else {}
+        lengths = (cu_seqlens, cu_seqlens_context, max_seqlen, max_seqlen_context)
+        found = _attended(q, k, v, lengths, options, {**_OWN_NAMES, **named})
         out, max_scores = found if return_max_scores else (found, None)
         out = self.out_proj(out.flatten(-2))
         out = out if self.batch_first or out.dim() == 2 else out.transpose(0, 1)
@@ -394,6 +384,18 @@ class TransformerBlock(nn.Module):
         __call__ = forward
 
 
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Any, ...], options: dict[str, Any], named: dict[str, str]
+) -> Any:
+    """The attention of the module's heads; errors have the module's names of the arguments."""
+    try:
+        if lengths[0] is None or lengths[1] is None:
+            return attention(q, k, v, **options)
+        return attention_varlen(q, k, v, *lengths, **options)
+    except InvalidInputError as error:
+        raise error.renamed(named) from None
+
+
 def _of_heads(max_scores: Tensor) -> Tensor:
     """``(num_heads,)``, the largest score of each head, from all rows' scores, packed or not."""
     rows = max_scores.transpose(0, -2).flatten(1)
@@ -432,42 +434,18 @@ def _split(name: str, rows: Tensor, head_dim: int) -> Tensor:
     return rows.unflatten(-1, (width // head_dim, head_dim))
 
 
-def _masks(
-    mask: Tensor | None, bias: Tensor | None, padding: Tensor | None, k: Tensor, heads: int
-) -> dict[str, Tensor | None]:
-    """attn_mask and attn_bias of a call with a key_padding_mask; ``heads`` is 0 if attn_mask is not torch's."""
-    kept, added = (mask, None) if mask is None or not heads else _kept_or_added("attn_mask", mask, heads)
-    if padding is not None:
-        keys = _kept_or_added("key_padding_mask", padding)
-        if k.dim() == 3 or padding.shape != k.shape[:2]:
-            must = "(batch, seqlen_context), of sequences that are not packed"
-            raise InvalidInputError("key_padding_mask", f"has shape {tuple(padding.shape)}, must be {must}")
-        if kept is not None:
-            check_tensor("attn_mask", kept)
-            if kept.dtype != torch.bool:
-                raise InvalidInputError("attn_mask", f"dtype is {kept.dtype}, must be bool")
-        kept_keys, added_to_keys = (None if x is None else x[:, None, None, :] for x in keys)
-        try:
-            kept = kept_keys if kept is None else kept if kept_keys is None else kept & kept_keys
-            added = added_to_keys if added is None else added if added_to_keys is None else added + added_to_keys
-        except RuntimeError as error:
-            raise InvalidInputError("attn_mask", f"does not go with key_padding_mask: {error}") from error
-    if bias is not None and added is not None:
-        check_tensor("attn_bias", bias)
-        added = bias + added
-    return {"attn_mask": kept, "attn_bias": bias if added is None else added}
+def _check_flags(need_weights: bool, is_causal: bool, has_torchs_mask: bool) -> None:
+    if flag("need_weights", need_weights):
+        raise InvalidInputError("need_weights", "is True, but no weights are made: it must be False")
+    if flag("is_causal", is_causal) and not has_torchs_mask:
+        must = "says of attn_mask, in a call with value, that it is causal; build the module with causal=True"
+        raise InvalidInputError("is_causal", f"is True, but {must}")
 
 
-def _kept_or_added(name: str, mask: Tensor, heads: int = 0) -> tuple[Tensor | None, Tensor | None]:
-    """What a mask of torch's module keeps, or what it adds to the scores; three dimensions are of batch * heads."""
-    check_tensor(name, mask)
-    if heads and mask.dim() == 3:
-        if holds(mask.shape[0] % heads != 0):
-            raise InvalidInputError(name, f"has shape {tuple(mask.shape)}, must begin with batch * num_heads")
-        mask = mask.unflatten(0, (-1, heads))
-    if not (mask.dtype.is_floating_point or mask.dtype == torch.bool):
-        raise InvalidInputError(name, f"dtype is {mask.dtype}, must be bool or a float dtype")
-    return (None, mask) if mask.dtype.is_floating_point else (~mask, None)
+def _refuse_longest(**lengths: int | None) -> None:
+    for name, length in lengths.items():
+        if length is not None:
+            raise InvalidInputError(name, "is given, but goes with packed sequences alone")
 
 
 def _check_rows(name: str, rows: Tensor, width: int, cu_name: str, cu_seqlens: Tensor | None) -> None:
