@@ -256,6 +256,21 @@ def test_dtensors_are_served(mesh: DeviceMesh) -> None:
     judge(whole, got, CAUSAL)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_list_of_kernels_with_flash_and_math_is_served(compiled: bool) -> None:
+    allowed = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+    def call(q: Tensor) -> Tensor:  # as torchtitan has it
+        with sdpa_kernel(allowed, set_priority=True):
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    function = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    with sdpa.use():
+        got = function(Q)
+    assert (sdpa.calls.served, sdpa.calls.left.total()) == (1, 0), sdpa.calls
+    torch.testing.assert_close(got, call(Q))
+
+
 def test_dropout_keeps_probabilities_scaled_or_drops_them() -> None:
     q, k = torch.randn(2, 4, 40, 8), torch.randn(2, 4, 40, 8)
     eye = torch.eye(40).expand(2, 4, 40, 40)

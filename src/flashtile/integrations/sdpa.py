@@ -64,8 +64,8 @@ def scaled_dot_product_attention(
     Two results differ where PyTorch leaves them open: a row with all keys masked is 0 and has gradients 0, and dropout
     draws other numbers. There are second derivatives.
     """
-    found: Tensor | str = "sdpa_kernel or torch.backends.cuda turned some of PyTorch's kernels off"
-    if _all_kernels_allowed():
+    found: Tensor | str = "sdpa_kernel or torch.backends.cuda turned PyTorch's flash or math attention off"
+    if _left_open():
         found = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **calls.carried())
     if isinstance(found, Tensor):
         calls.serve()
@@ -78,13 +78,9 @@ def scaled_dot_product_attention(
 
 
 @torch.compiler.assume_constant_result
-def _all_kernels_allowed() -> bool:
-    # cuDNN's kernels are often turned off permanently, which does not concern flash attention.
-    return (
-        torch._C._get_flash_sdp_enabled()
-        and torch._C._get_mem_efficient_sdp_enabled()
-        and torch._C._get_math_sdp_enabled()
-    )
+def _left_open() -> bool:
+    # Trainers leave cuDNN's or the memory-efficient kernels out of their lists; that chooses none of the others.
+    return torch._C._get_flash_sdp_enabled() and torch._C._get_math_sdp_enabled()
 
 
 _lock = threading.Lock()
