@@ -325,13 +325,16 @@ def test_nothing_is_left_behind() -> None:
 def test_unknown_calls_are_told() -> None:
     q, k, v = (x.transpose(1, 2) for x in _heads(dtype=torch.bfloat16, dim=16))
     found = flashtile.audit(Alone(lambda *x: flashtile.attention(*x, precision="fp8")), (q, k, v))
-    assert found.calls[0].errors is None and found.notes == ("1 calls were not compared: precision",)
+    assert found.calls[0].errors is None and found.notes == ("1 call was not compared: precision",)
     lengths = torch.tensor([7], dtype=torch.int32)
     found = flashtile.audit(Alone(lambda *x: flashtile.attention_with_kvcache(*x, cache_seqlens=lengths)), (q, k, v))
-    assert found.findings == () and found.notes == ("1 calls were not compared: a cache",)
+    assert found.findings == () and found.notes == ("1 call was not compared: a cache",)
     found = flashtile.audit(Alone(F.scaled_dot_product_attention), tuple(torch.ones(0, 2, 3, 8) for _ in range(3)))
-    assert found.notes == ("1 calls were not compared: nothing to compute",)
-    assert flashtile.audit(nn.Linear(4, 4), torch.randn(2, 4)).notes[0].startswith("no attention call was seen")
+    assert found.notes == ("1 call was not compared: nothing to compute",)
+    assert "\nnothing compared\n" in str(found)
+    found = flashtile.audit(nn.Linear(4, 4), torch.randn(2, 4))
+    assert found.notes[0].startswith("no attention call was seen")
+    assert "nothing found" not in str(found) and '"verdict bad">Nothing compared<' in found.html()
 
 
 @pytest.mark.parametrize(("argument", "given"), [
@@ -375,6 +378,7 @@ def test_reports(tmp_path: Any) -> None:
 
 
 COMMAND = """
+import torch
 from tests.audits.models import Decoder, Plan, tokens
 
 def good():
@@ -385,6 +389,12 @@ def bad():
 
 def neither():
     return 3
+
+def blind():
+    return torch.nn.Linear(4, 4), torch.ones(2, 4)
+
+def needs(more):
+    return more
 """
 
 
@@ -403,7 +413,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         assert "1 key after their own" in (tmp_path / "page.html").read_text()
         assert main(["audit", "some_models:good", "--window", "3", "0"]) == 1
         assert "rows see 20 keys up to their own, what is stated says 4" in capsys.readouterr().out
+        assert main(["audit", "some_models:blind"]) == 1
+        assert "nothing compared" in capsys.readouterr().out
         for place, words in (
+            ("some_models:needs", "is called without arguments: missing a required argument: 'more'"),
             ("some_models:neither", "returned a int, must return (model, inputs)"),
             ("some_models:none", "some_models has no function none"),
             ("no_models:good", "there is no module no_models"),

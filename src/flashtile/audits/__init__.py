@@ -150,7 +150,7 @@ class _Auditor:
         if not self.calls:
             yield "no attention call was seen: the model has none, or runs a kernel of its own"
         for reason, count in Counter(call.unknown for call in self.calls if call.unknown).items():
-            yield f"{count} calls were not compared: {reason}"
+            yield f"{count} call{'s were' if count != 1 else ' was'} not compared: {reason}"
         for layers, text in (
             (self.idle, "a mask was passed that cuts nothing; kernels without masks are faster"),
             (self.unseen, "the window is not shorter than the sequence, so it was not tried"),

@@ -71,12 +71,22 @@ class Audit:
     notes: tuple[str, ...]
     moved: float | None
 
+    @property
+    def compared(self) -> int:
+        """How many of the calls were compared with float64."""
+        return sum(call.errors is not None for call in self.calls)
+
     def _summary(self) -> Iterator[str]:
-        compared = sum(call.errors is not None for call in self.calls)
         count = len(self.calls)
-        yield f"{count} attention call{'s' if count != 1 else ''}, {compared} compared with float64"
+        yield f"{count} attention call{'s' if count != 1 else ''}, {self.compared} compared with float64"
         if self.moved is not None:
             yield f"{100 * self.moved:.2g} % of tokens get another largest logit if attention is exact"
+
+    def _verdict(self) -> str:
+        count = len(self.findings)
+        if count:
+            return f"{count} finding{'s' if count != 1 else ''}"
+        return "nothing found" if self.compared else "nothing compared"
 
     def __str__(self) -> str:
         groups = list(_grouped(self.calls))
@@ -86,8 +96,7 @@ class Audit:
         for row in rows if groups else ():
             cells = [cell.ljust(width) if n < 4 else cell.rjust(width) for n, (cell, width) in _zipped(row, widths)]
             lines.append("  ".join(cells).rstrip())
-        count = len(self.findings)
-        lines += ["", f"{count} finding{'s' if count != 1 else ''}" if count else "nothing found"]
+        lines += ["", self._verdict()]
         lines += [f"  {line}" for line in _joined(self.findings)]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
@@ -105,12 +114,11 @@ class Audit:
             for f in self.findings
         )
         notes = "".join(f"<li>{html.escape(note)}</li>\n" for note in self.notes)
-        count = len(self.findings)
         return _PAGE.format(
             title=html.escape(f"Attention of {self.model}"),
             summary=html.escape("; ".join(self._summary())),
-            verdict=f"{count} finding{'s' if count != 1 else ''}" if count else "Nothing found",
-            state="bad" if count else "good",
+            verdict=self._verdict().capitalize(),
+            state="bad" if self.findings or not self.compared else "good",
             findings=f"<ul>{found}</ul>" if found else "",
             notes=f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "",
             head="".join(f"<th>{name}</th>" for name in _HEAD),

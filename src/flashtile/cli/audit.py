@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import runpy
 import sys
 from collections.abc import Callable
@@ -40,7 +41,8 @@ def audit(
 ) -> None:
     """Which attention runs in each layer of a model, and whether it is right.
 
-    Inputs are a tensor, a tuple of arguments, or a dict of keywords. The exit code is 1 if something is wrong.
+    Inputs are a tensor, a tuple of arguments, or a dict of keywords. The exit code is 1 if something is wrong, or if
+    nothing could be compared.
     """
     made = _function(where)()
     if not isinstance(made, tuple) or len(made) != 2:
@@ -53,7 +55,7 @@ def audit(
     if html is not None:
         found.save(html)
         typer.echo(f"\nwritten: {html}")
-    if found.findings:
+    if found.findings or not found.compared:
         raise typer.Exit(1)
 
 
@@ -76,4 +78,8 @@ def _function(where: str) -> Callable[[], Any]:
     if not callable(found.get(name)):
         raise InvalidInputError("PLACE:FUNCTION", f"{place} has no function {name}")
     function: Callable[[], Any] = found[name]
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise InvalidInputError(where, f"is called without arguments: {error}") from None
     return function
