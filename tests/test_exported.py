@@ -142,6 +142,17 @@ def test_decomposed_programs_have_pytorchs_operators_alone(name: str) -> None:
         torch.testing.assert_close(plain.module()(*tensors), call(*tensors))
 
 
+def test_decomposed_programs_take_any_number_of_rows_that_data_choose() -> None:
+    def call(x: Tensor, keep: Tensor) -> Any:
+        x = x[keep][None]
+        return attend(x, x, x, causal=True, return_lse=True, return_max_scores=True)
+
+    x, rows = torch.randn(9, 2, 8), torch.arange(9)
+    plain = torch.export.export(Calling(call), (x, rows < 4)).run_decompositions(flashtile.decompositions())
+    for keep in (rows < 4, rows % 2 == 0, rows < 1, rows < 0):
+        torch.testing.assert_close(plain.module()(x, keep), call(x, keep))
+
+
 def test_what_is_not_decomposed_is_refused() -> None:
     x, bounds = torch.randn(1, 16, 2, 8), int32(0, 7, 16)
     blocks = flashtile.create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16)

@@ -10,6 +10,7 @@ import itertools
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashtile.call.cached_arguments import EIGHT_BITS, CacheTensors, first_of
@@ -20,6 +21,7 @@ from flashtile.call.quantized_call import QuantizedTensors
 from flashtile.call.selected import Selected
 from flashtile.core import philox
 from flashtile.core.masks import Band, Origin
+from flashtile.core.sizes import holds
 from flashtile.mods.block_mask import FULL, PARTIAL
 
 
@@ -187,10 +189,13 @@ def _dense(
 
 def _largest(scores: Tensor) -> Tensor:
     """Rule 31: the largest score of each row, -inf for a row without any."""
-    if scores.shape[-1] == 0:
-        return scores.new_full(scores.shape[:-1], -torch.inf)
-    top = scores.detach().amax(dim=-1)
+    top = _not_empty(scores.detach()).amax(dim=-1)
     return torch.where(top == torch.inf, torch.nan, top)
+
+
+def _not_empty(scores: Tensor) -> Tensor:
+    """Scores to which a column of -inf is appended if there are no keys, or perhaps none, which symbols leave open."""
+    return scores if holds(scores.shape[-1] > 0) else F.pad(scores, (0, 1), value=-torch.inf)
 
 
 def _score_dtype(p: Problem, dtype: torch.dtype) -> torch.dtype:
@@ -246,12 +251,11 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
     In a row without any exponential the probabilities are 0, and the log is -inf.
     """
-    columns = scores
-    if sinks is not None:
+    if sinks is None:
+        columns = _not_empty(scores)
+    else:
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         columns = torch.cat([scores, column], dim=-1)
-    if columns.shape[-1] == 0:
-        return scores, scores.new_full(scores.shape[:-1], -torch.inf)
     top = columns.detach().amax(dim=-1, keepdim=True)
     empty = top == -torch.inf
     # The maximum and the sum are kept apart: added to a score of 1e9, the log of a count would be lost.
