@@ -133,6 +133,7 @@ def test_semantics_has_every_rule_and_parameter() -> None:
 def test_public_names_are_in_the_api_page() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     assert {name for name in flashtile.__all__ if not re.search(rf"\b{name}\b", text)} == set()
+    assert {*flashtile.__all__, "nn", "serving"} <= set(dir(flashtile))  # what is loaded on first use, too
 
 
 def test_design_shows_the_layers_that_are_checked() -> None:

@@ -72,3 +72,7 @@ def __getattr__(name: str) -> Any:
     if name in _OTHERS:
         return getattr(importlib.import_module(_OTHERS[name]), name)
     raise AttributeError(f"module 'flashtile' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

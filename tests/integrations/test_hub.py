@@ -171,6 +171,9 @@ def test_compiled_calls_and_masks_beside_the_installed_package(loaded: ModuleTyp
         assert target.partition(".")[0] == module.__name__
     for one, two, three in zip(*found, strict=True):
         assert torch.equal(one, two) and torch.equal(one, three)
+    own = flashtile.create_block_mask(lambda b, h, i, j: i - j < 7, None, None, 40, 40, device="cpu")
+    with pytest.raises(loaded.InvalidInputError, match=rf"must be made by {loaded.__name__}\.masks or"):
+        loaded.attention(q, k, v, block_mask=own)
 
 
 def test_archives_know_the_sources_of_kernels(loaded: ModuleType) -> None:

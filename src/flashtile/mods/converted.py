@@ -29,7 +29,8 @@ def lists_of(block_mask: Any) -> BlockMask:
     if isinstance(block_mask, BlockMask):
         return block_mask
     if not _is_torchs(block_mask):
-        must = "must be made by flashtile.masks or create_block_mask, or be PyTorch's BlockMask, or None"
+        own = __name__.partition(".")[0]  # a kernel of the hub is a package of another name, with classes of its own
+        must = f"must be made by {own}.masks or {own}.create_block_mask, or be PyTorch's BlockMask, or None"
         raise InvalidInputError("block_mask", f"is of type {type(block_mask).__name__}, {must}")
     if torch.compiler.is_compiling():
         return _converted(block_mask)
