@@ -191,7 +191,9 @@ class CallPlan:
         places = zip(itertools.pairwise(bounds_q), itertools.pairwise(bounds_k), strict=True)
         ends = [end for row, (key, key_stop) in places if key < key_stop and row[0] < row[1] for end in row]
         rows = can.chain_rows if can and max(problem.head_dim, problem.head_dim_v) <= can.chain_head_dim else 0
-        return rows > 0 and all(end % rows == 0 or end == bounds_q[-1] for end in ends)
+        # Shorter sequences may have a kernel of their own.
+        is_long = max(problem.seqlen_q, problem.seqlen_k) >= rows > 0
+        return is_long and all(end % rows == 0 or end == bounds_q[-1] for end in ends)
 
 
 def _of_parts(options: Options) -> tuple[tuple[int, ...], Options]:

@@ -35,6 +35,10 @@ def _is_big(problem: Problem) -> bool:
     return max(problem.head_dim, problem.head_dim_v) > 256
 
 
+def _is_short(problem: Problem) -> bool:
+    return problem.varlen and bool(module("portable.short.config").is_short(problem))
+
+
 def _present(reasons: dict[str, bool]) -> list[str]:
     return [reason for reason, is_present in reasons.items() if is_present]
 
@@ -173,6 +177,7 @@ KERNELS = (
     SPLIT_FORWARD,
     Kernel("big_heads", "forward", "hopper.big_heads", _TILES, _is_big),
     Kernel("forward", "forward", "hopper.forward", _TILES),
+    Kernel("short sequences", "backward", "portable.short", "Triton, a program a sequence and key head, {}", _is_short),
     Kernel("big_backward", "backward", "hopper.big_backward", _TILES, _is_big),
     Kernel("backward", "backward", "hopper.backward", _TILES),
     CachedKernel(

@@ -1,0 +1,1 @@
+"""The backward of packed sequences that fit one tile, in one launch."""
