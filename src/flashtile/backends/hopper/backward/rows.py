@@ -119,7 +119,9 @@ def prepare_rows(results, cu_seqlens_k, work, terms, BLOCK_M: tl.constexpr, BLOC
         size: tl.constexpr = triton.next_power_of_2(BLOCK_M * BLOCK_D)
         place = tl.arange(0, size)
         dq_at = work.dq + tl.cast(pid, tl.int64) * (BLOCK_M * BLOCK_D) + place
-        tl.store(dq_at, tl.zeros([size], tl.float32), mask=place < BLOCK_M * BLOCK_D)
+        # Packed sequences leave up to a block each without rows, which nobody adds to or reads.
+        if first < length:
+            tl.store(dq_at, tl.zeros([size], tl.float32), mask=place < BLOCK_M * BLOCK_D)
     if work.dq_order is not None:
         tl.store(work.dq_order + pid, 0)
 
