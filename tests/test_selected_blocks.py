@@ -15,7 +15,7 @@ from flashtile.api import lists_of_rows
 from flashtile.api.keywords import Asked
 from flashtile.call.arguments import Options, Plain, Tensors
 from flashtile.masks import selected_blocks
-from tests.selected import ANY, drawn, exact, judge, kept_pairs
+from tests.selected import ANY, by_formula, drawn, judge, kept_pairs
 from tests.slow import slow_but
 
 
@@ -180,4 +180,4 @@ def test_the_oracle_of_these_calls_is_the_dense_formula() -> None:
     if not call.packed:
         keywords = {"causal": call.causal, "window_size": (call.left, None)}
         want = flashtile.attention(q, k, v, **keywords)  # type: ignore[arg-type]
-        assert torch.allclose(exact(call)[0], want.flatten(0, 1), atol=1e-12)
+        assert torch.allclose(by_formula(call, torch.float64)["out"], want.flatten(0, 1), atol=1e-12)
