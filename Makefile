@@ -167,9 +167,12 @@ N ?= 100
 fuzz: $(VENV)/.dev
 	$(FUZZ) numbers --backend cpu --seed $(SEED) --count $(N)
 	$(FUZZ) mixed --backend cpu --seed $(SEED) --count $$((5 * $(N)))
+	$(FUZZ) selected --backend cpu --seed $(SEED) --count $(N)
 	TRITON_INTERPRET=1 $(FUZZ) numbers --backend portable --seed $(SEED) --count $$(($(N) / 2))
 	TRITON_INTERPRET=1 $(FUZZ) mixed --backend portable --seed $(SEED) --count $$(($(N) / 4))
+	TRITON_INTERPRET=1 $(FUZZ) selected --backend portable --seed $(SEED) --count $$(($(N) / 4))
 	$(FUZZ) numbers --backend hopper --seed $(SEED) --count $$(($(N) / 2))
+	$(FUZZ) selected --backend hopper --seed $(SEED) --count $$(($(N) / 4))
 	$(FUZZ) builds --seed $(SEED) --count $(N) --arch $(ARCHS)
 
 # The GPU tests, the sanitizers and every benchmark, saved in OUT; a second run does what is left. With PYTHON itself and no

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -67,14 +68,8 @@ def finite_caches(call: CacheCall) -> None:
             x.copy_(x.float().nan_to_num(0.5, 0.5, 0.5).to(x.dtype))
 
 
-def judge_selected(call: CacheCall, lists: Tensor, slots: bool = False, **changes: Any) -> None:
-    """Asserts the error rule for out, lse and the largest scores of a call with lists."""
-    keywords = {"selected_slots" if slots else "selected": lists, "return_max_scores": True} | changes
-    if slots:  # what the whole call is asked for about positions does not go with slots
-        keywords |= dict.fromkeys(("cache_leftpad", "cache_batch_idx", "window_size", "max_seqlen_k"))
-        if isinstance(call.keywords.get("causal"), Tensor):
-            keywords["causal"] = True
-    out, lse, top = call.run(keywords.pop("backend", None), **keywords)
+def definition_of(call: CacheCall, lists: Tensor, slots: bool = False) -> Callable[[torch.dtype], dict[str, Tensor]]:
+    """Out, lse and the largest scores of a call with lists by the definition, in a dtype."""
     given = Selected(None, lists.cpu()) if slots else Selected(lists.cpu(), None)
     case, t = call.case, call.copies()
     window = None if slots else case.window
@@ -92,6 +87,18 @@ def judge_selected(call: CacheCall, lists: Tensor, slots: bool = False, **change
         found = reference.cached_with_max_scores(problem, t, dtype, given)
         return dict(zip(("out", "lse", "top"), found, strict=True))
 
+    return by_definition
+
+
+def judge_selected(call: CacheCall, lists: Tensor, slots: bool = False, **changes: Any) -> None:
+    """Asserts the error rule for out, lse and the largest scores of a call with lists."""
+    keywords = {"selected_slots" if slots else "selected": lists, "return_max_scores": True} | changes
+    if slots:  # what the whole call is asked for about positions does not go with slots
+        keywords |= dict.fromkeys(("cache_leftpad", "cache_batch_idx", "window_size", "max_seqlen_k"))
+        if isinstance(call.keywords.get("causal"), Tensor):
+            keywords["causal"] = True
+    out, lse, top = call.run(keywords.pop("backend", None), **keywords)
     results = {"out": out.cpu(), "lse": lse.cpu(), "top": top.cpu()}
-    assert lse.is_contiguous() and top.is_contiguous() and out.dtype == problem.dtype
-    assert_close(results, lambda: by_definition(torch.float64), by_definition(problem.dtype), problem.dtype)
+    assert lse.is_contiguous() and top.is_contiguous() and out.dtype == call.problem.dtype
+    by_definition = definition_of(call, lists, slots)
+    assert_close(results, lambda: by_definition(torch.float64), by_definition(call.problem.dtype), call.problem.dtype)

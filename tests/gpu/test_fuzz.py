@@ -14,6 +14,9 @@ from tests.cases import build, judge
 from tests.fuzz.drawn import KINDS, LONG, SMALL, Kind, Sizes, draw_for_pairs
 from tests.fuzz.functions import fuzz as judge_functions
 from tests.fuzz.judged import fuzz
+from tests.fuzz.selected import KINDS as KINDS_OF_LISTS
+from tests.fuzz.selected import Kind as KindOfLists
+from tests.fuzz.selected import fuzz as judge_selected
 from tests.second import drawn_call, judge_second
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -48,6 +51,13 @@ def test_random_second_derivatives(seed: int) -> None:
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_functions(shard: int, backend: str) -> None:
     assert not judge_functions(backend, CALLS * shard, CALLS, print, "cuda")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS_OF_LISTS)
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_keys_and_blocks_that_queries_name(shard: int, kind: KindOfLists, backend: str) -> None:
+    assert not judge_selected(backend, CALLS * shard, CALLS, print, kind, "cuda", Sizes(700, 2**22))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
