@@ -17,6 +17,7 @@ from flashtile.backends.hopper.forward import launch
 from flashtile.backends.hopper.quantized import config as quantized_config
 from flashtile.ops import dispatch
 from tests.cases import Case, build, judge, one_sign
+from tests.fuzz.selected import Drawn, with_blocks
 from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory
 from tests.ptx import hopper
@@ -287,3 +288,34 @@ def test_a_dq_order_that_orders_nothing_is_missed(
         monkeypatch.setattr(Kernels, "build", edited("attention_backward", pattern, replacement))
         with pytest.raises(PtxError, match="race: .* writes byte"):
             torch.autograd.grad(out.float().sum(), list(call.leaves.values()))
+
+
+# Two programs a multiprocessor forward, dq by rows, dk and dv without sums of dq; tiles that take turns in each ring.
+BLOCKS = Drawn(
+    1, "blocks", Case("blocks", batch=1, seqlen_q=300, seqlen_k=300, heads=1, kv_heads=1, head_dim=64), torch.bfloat16,
+    4, block=(64, 64),
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("at_wait", [True, False])
+def test_lists_of_small_blocks(at_wait: bool) -> None:
+    with hopper.on_cpu(Options(seed=3, product_at_wait=at_wait, strict_fences=True), 1):
+        judge(with_blocks(BLOCKS), "hopper")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kernel", "pattern", "place", "message"),
+    [
+        ("attention_forward", r"cp\.async\.bulk\.wait_group\.read\s+0;", 0, "race: .* which a copy of warp"),
+        ("attention_backward_dq", r"cp\.async\.bulk\.wait_group\.read\s+0;", 0, "race: .* which a copy of warp"),
+        ("attention_backward", r"fence\.proxy\.async\.shared::cta;", 1, "without a proxy fence"),
+    ],
+)
+def test_what_is_taken_out_of_kernels_for_small_blocks_is_missed(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, pattern: str, place: int, message: str
+) -> None:
+    monkeypatch.setattr(Kernels, "build", edited(kernel, pattern, "", place))
+    with hopper.on_cpu(Options(seed=3, strict_fences=True), 1), pytest.raises(PtxError, match=message):
+        judge(with_blocks(BLOCKS), "hopper")
