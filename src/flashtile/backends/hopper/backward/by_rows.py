@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from flashtile.backends.hopper.backward.scheduler import blocks_per_head
+from flashtile.backends.hopper.backward.scheduler import blocks_per_head, first_block
 from flashtile.backends.hopper.device.gluon_compat import aggregate, tma_store_wait
 from flashtile.backends.hopper.device.mods import transforms_of
 from flashtile.backends.hopper.device.parts import (
@@ -133,11 +133,8 @@ def numbers_of(channels, tiles, call, output, schedule, layout: gl.constexpr):
     M: gl.constexpr = schedule.BLOCK_M
     where = query_rows(channels.tiles, tiles, call)
     count = blocks_per_head(call.queries.length, call.queries.count, M, call.q.PACKED)
-    block = channels.tiles.get(tiles, "row") // M
-    if call.q.PACKED:
-        block += where.head * count + where.start // M + where.b
-    else:
-        block += (where.b * call.heads.num_q + where.head) * count
+    block = first_block(where.b, where.head, call.heads.num_q, where.start, count, M, call.q.PACKED)
+    block += channels.tiles.get(tiles, "row") // M
     at = output.rows + block.to(gl.int64) * (2 * M) + gl.arange(0, M, layout)
     return gl.load(at), gl.load(at + M)
 

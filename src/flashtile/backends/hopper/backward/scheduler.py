@@ -32,6 +32,12 @@ def blocks_per_head(seqlen, batch, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
     return num_blocks
 
 
+@triton.jit
+def first_block(b, head, heads, start, count, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
+    """The block of row 0 of one of ``heads`` with ``count`` blocks each, of a sequence: see ``rows``."""
+    return head * count + start // BLOCK + b if VARLEN else (b * heads + head) * count
+
+
 @gluon.jit
 def key_head(head, grid):
     """The key head of a tile's head."""
@@ -213,17 +219,14 @@ def row_blocks_per_head(grid):
 def first_row_block(tile, grid):
     """The workspace's row block for row 0 of the tile's sequence and of its first query head."""
     head, _ = query_heads(tile.head, grid)
-    if grid.call.q.PACKED:
-        first = head * row_blocks_per_head(grid) + tile.start_q // grid.tiles.BLOCK_M
-        if not grid.schedule.CHAINED:
-            first += tile.b
-        return first
+    if grid.schedule.splits is not None:
+        heads = grid.call.heads.num_q
     else:
-        if grid.schedule.splits is not None:
-            before = tile.b * grid.call.heads.num_q
-        else:
-            before = tile.b * grid.schedule.heads * grid.call.heads.group_size
-        return (before + head) * row_blocks_per_head(grid)
+        heads = grid.schedule.heads * grid.call.heads.group_size
+    # A chain's workspace has all packed sequences as one.
+    b = 0 if grid.call.q.PACKED and grid.schedule.CHAINED else tile.b
+    count = row_blocks_per_head(grid)
+    return first_block(b, head, heads, tile.start_q, count, grid.tiles.BLOCK_M, grid.call.q.PACKED)
 
 
 @gluon.jit
@@ -277,11 +280,9 @@ def sums_block(records, use, grid):
     count, sums_each = grid.schedule.splits.count, grid.schedule.splits.sums_each
     head = head // count * sums_each + gl.minimum(head % count, sums_each - 1)
     VARLEN: gl.constexpr = grid.call.q.PACKED
-    if VARLEN:
-        block += records.get(use, "start_k") // grid.tiles.KEYS + b
-    else:
-        head += b * grid.schedule.splits.sums
-    return head * blocks_per_head(grid.call.keys.length, grid.call.keys.count, grid.tiles.KEYS, VARLEN) + block
+    of_head = blocks_per_head(grid.call.keys.length, grid.call.keys.count, grid.tiles.KEYS, VARLEN)
+    start, heads = records.get(use, "start_k"), grid.schedule.splits.sums
+    return block + first_block(b, head, heads, start, of_head, grid.tiles.KEYS, VARLEN)
 
 
 @aggregate
