@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,25 @@ from hypothesis import settings
 # No deadline, because an example's duration is not a fault; a fixed seed makes a failing run repeatable.
 settings.register_profile("flashtile", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("flashtile")
+
+
+def left_out(config: pytest.Config) -> set[str]:
+    """The marks that no case of this run may have, where it is asked for by nothing but these."""
+    asked = (config.option.markexpr or "").split(" and ")
+    return {each[4:] for each in asked} if all(re.fullmatch(r"not \w+", each) for each in asked) else set()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that this run leaves out whole has one case made, and not its thousand."""
+    definition = metafunc.definition
+    if left_out(metafunc.config).isdisjoint(mark.name for mark in definition.iter_markers()):
+        return
+    for at, mark in enumerate(definition.own_markers):
+        if mark.name == "parametrize":
+            names, values, *rest = mark.args
+            keywords = {name: x for name, x in mark.kwargs.items() if name != "ids"}
+            definition.own_markers[at] = pytest.mark.parametrize(names, list(values)[:1], *rest, **keywords).mark
 
 
 @pytest.hookimpl(tryfirst=True)

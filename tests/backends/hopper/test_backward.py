@@ -73,6 +73,7 @@ def test_deterministic_bits_of_split_groups() -> None:
             assert all(torch.equal(a, b) for a, b in zip(first, _gradients(case, seed, num_sms), strict=True))
 
 
+@pytest.mark.long
 def test_sums_are_in_any_order_unless_asked_for() -> None:
     """Otherwise the test before this one shows nothing."""
     case = Case("full", batch=1, seqlen_q=300, seqlen_k=900, head_dim=64)
