@@ -44,25 +44,26 @@ def test_the_case_table(case: Case) -> None:
     judge(build(case, torch.float32), "portable")
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("case", slow_but(CASES, lambda case: case.name != "many_in_a_group"), ids=str)
 def test_largest_scores(case: Case) -> None:
     judge_maxima(build(case, torch.float32), "portable", gradients=case.name in ("causal", "bias", "varlen_features"))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", LOW_PRECISION, ids=str)
 def test_largest_scores_in_low_precision(case: Case) -> None:
     judge_maxima(build(case, torch.float16), "portable", gradients=False)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", LOW_PRECISION, ids=str)
 def test_low_precision(case: Case, dtype: torch.dtype) -> None:
     judge(build(case, dtype), "portable")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(264, 512), (512, 300)])
 def test_head_dims_past_256(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
@@ -122,6 +123,7 @@ def test_a_bias_without_rows() -> None:
 
 
 # Row strides, numbers of keys, and what both are multiples of.
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("pitch", "seqlen_k", "unit"), [(64, 48, 16), (48, 40, 8), (50, 48, 2), (64, 37, 1)])
 def test_pairs_are_read_in_units_of_which_keys_and_strides_are_multiples(pitch: int, seqlen_k: int, unit: int) -> None:
     call = build(Case("pairs", seqlen_q=20, seqlen_k=seqlen_k, causal=True, mask="hqk", bias="qk"), torch.float32)
@@ -164,6 +166,7 @@ def test_tiles_of_other_shapes_and_descriptors(name: str, kind: str) -> None:
         judge(build(case, torch.float32), "portable")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dims", [(96, 72), (192, 128), (16, 150)], ids=str)
 def test_tiles_in_parts(dims: tuple[int, int]) -> None:
     sizes = {"batch": 1, "seqlen_q": 19, "seqlen_k": 37, "head_dim": dims[0], "head_dim_v": dims[1]}
@@ -233,6 +236,7 @@ def test_many_lengths_of_one_class(kind: str, case: Case) -> None:
     assert len(classes) == 1 and len(seen) == 1 + 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_sequence_is_bitwise_the_same_in_any_batch(causal: bool) -> None:
     case = Case("batch", batch=3, seqlen_q=37, seqlen_k=41, causal=causal)
@@ -306,7 +310,7 @@ def test_queries_and_keys_have_layouts_of_their_own(packed: str) -> None:
         assert made is not None and whole is not None and torch.equal(made.view(whole.shape), whole)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("asked", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
 @pytest.mark.parametrize("apart", [False, True])
 def test_only_what_is_asked_for_is_computed(asked: tuple[bool, ...], apart: bool) -> None:

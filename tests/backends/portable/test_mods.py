@@ -33,20 +33,21 @@ FEATURES = Case(
 )  # fmt: skip
 
 
-@pytest.mark.one_in(17)
+@pytest.mark.one_in(34)
 @pytest.mark.parametrize("case", [DENSE, PACKED, FEATURES], ids=str)
 @pytest.mark.parametrize("name", SCORES)
 def test_score_mods(name: str, case: Case) -> None:
     judge(with_functions(case, name, None, torch.float32), "portable")
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize("case", [DENSE, PACKED, FEATURES], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_mask_mods(name: str, case: Case) -> None:
     judge(with_functions(case, None, name, torch.float32), "portable")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_low_precision(dtype: torch.dtype) -> None:
     judge(with_functions(DENSE, "read_twice", "documents", dtype), "portable")
@@ -59,6 +60,7 @@ def test_indices_past_the_ends_are_cut() -> None:
 WAYS = {"by_distance": "diagonals", "bias_turned": "pairs", "by_row_and_key": "rows", "graphormer": "any"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", WAYS)
 def test_gradients_of_what_is_captured_repeat_bit_for_bit(name: str) -> None:
     case = replace(DENSE, deterministic=True, seqlen_q=10, seqlen_k=18)
