@@ -137,6 +137,7 @@ def want_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flashtile.attention(q, k, v, mask_mod=by_sample)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("maker", "call"), [(pytorch.create_block_mask, native), (compat.create_block_mask, flex), (OURS, native)]
 )
@@ -167,6 +168,7 @@ def test_compiled_code_follows_a_changed_mask() -> None:
     check(mask, inputs(), run)
 
 
+@pytest.mark.long
 def test_slices_of_pytorchs_masks_in_compiled_code_and_out() -> None:
     """As decoding takes a block of rows out of a mask of all."""
     mask = pytorch.create_block_mask(

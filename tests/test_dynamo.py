@@ -53,6 +53,7 @@ print(*lines, sep="\\n")
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < (2, 12), reason="its Dynamo asserts on its way through the operator's autograd")
 def test_backends_are_not_compiled() -> None:
     """Inductor cannot compile the view of a mask as bytes, which a plan takes."""
@@ -140,7 +141,7 @@ class _Chosen(torch.nn.Module):
         return self.call(x[keep] * self.weight)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", SIZED)
 def test_batches_whose_size_depends_on_data(name: str, symbols: None) -> None:
     """Exported, and some compiled with their backward; then for one sequence too."""
@@ -206,6 +207,7 @@ _DROPPED["selective"] = functools.partial(
 )
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("budget", [0.3, 0.0])
 @pytest.mark.parametrize("name", _DROPPED)
 def test_no_partitioner_draws_dropout_anew(name: str, budget: float) -> None:

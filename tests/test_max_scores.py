@@ -185,6 +185,7 @@ def test_transforms(features: dict[str, Any]) -> None:
     assert not along[2].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("features", list(FEATURES.values())[:2], ids=list(FEATURES)[:2])
 def test_compiled_calls(features: dict[str, Any]) -> None:
     q, k, v = (x.requires_grad_() for x in qkv(2))

@@ -45,6 +45,7 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     return CACHED.flatten(tensors, read(case.causal and not case.causal_each, case.window, True, plain))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "name", ["steps", "entries", "pages_leftpad", "packed_spare", "alibi_batch", "tree", "causal_each", "ragged"]
 )
@@ -113,6 +114,7 @@ def generate(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, lengths: Tensor) ->
     return first + more
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiles_whole_with_an_append(backend: str) -> None:
     torch._dynamo.reset()

@@ -176,6 +176,7 @@ def test_hoppers_own_kernels_take_none() -> None:
         assert BACKEND.describe(of_tree, "decode").startswith("Triton")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiles_whole(backend: str) -> None:
     torch._dynamo.reset()
