@@ -38,6 +38,7 @@ def arguments(**options: Any) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [{}, {"window_right": 0}, {"softcap": 2.0, "window_left": 3}], ids=str)
 def test_opcheck_forward(options: dict[str, Any]) -> None:
     torch.library.opcheck(torch.ops.flashtile.attention_forward.default, arguments(**options))
@@ -179,6 +180,7 @@ def test_gradients_are_those_asked_for(wanted: tuple[bool, ...], softcap: float)
             torch.testing.assert_close(x.grad, want)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("wanted", SUBSETS[:3], ids=str)
 def test_opcheck_backward_of_some(wanted: tuple[bool, ...]) -> None:
     args = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(grads=Grads(*wanted))]

@@ -53,6 +53,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("feature", "band"), [*itertools.product(FEATURES, BANDS)], ids=str)
 def test_gradients_of_gradients(feature: str, band: str) -> None:
     torch.manual_seed(0)
@@ -122,6 +123,7 @@ def test_penalties_of_samples() -> None:
     torch.testing.assert_close(vmap(grad(penalty(ours)))(q), vmap(grad(penalty(formula)))(q))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_penalty(backend: str) -> None:
     torch.manual_seed(0)
@@ -307,6 +309,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 # A softcap makes a finite score of log(0), but its slope is still infinite.
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "beside"), [x for x in itertools.product(SCORES, BESIDE) if x != ("root_of_0", "softcap")], ids=str
 )
