@@ -148,7 +148,7 @@ def judge(leaves: dict[str, Tensor], got: dict[str, Tensor], keywords: dict[str,
         assert_close(got, lambda: results(doubled, PYTORCH, keywords), plain, leaves["query"].dtype)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_served_calls_have_pytorchs_numbers(sample: Sample, dtype: torch.dtype) -> None:
@@ -584,6 +584,7 @@ def multihead(x: Tensor) -> Tensor:
     return F.multi_head_attention_forward(x, x, x, 16, 2, weights, *tail, need_weights=False)[0]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("which", "switch"), [
     ("function", sdpa.use), ("multihead", enabled), ("encoder_layer", sdpa.use),
 ])  # fmt: skip

@@ -20,13 +20,13 @@ from tests.maxima import judge_cached_maxima
 from tests.slow import named, slow_but
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: CacheCase) -> None:
     judge(build(case, torch.float16), "portable")
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_largest_scores(case: CacheCase) -> None:
     judge_cached_maxima(build(case, torch.float16), build(case, torch.float16), "portable")
@@ -35,7 +35,7 @@ def test_largest_scores(case: CacheCase) -> None:
 SPLIT = ("steps", "chunk", "sinks", "pages_of_16", "alibi", "packed_mixed", "tree_pages")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in SPLIT], ids=str)
 def test_largest_scores_of_splits(case: CacheCase) -> None:
     splitting = SplitRule(programs=40, fewest_keys=16, most_keys=32, most_splits=12, run=3)
@@ -49,7 +49,7 @@ def test_case_in_float32(case: CacheCase) -> None:
     judge(build(case, torch.float32), "portable")
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(33)
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize("case", [case for case in CASES if case.tree], ids=str)
 def test_trees_in_tiles_of_many_rows(case: CacheCase, block_m: int) -> None:
@@ -59,7 +59,7 @@ def test_trees_in_tiles_of_many_rows(case: CacheCase, block_m: int) -> None:
         judge(build(case, torch.float16), "portable")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("block_m", [16, 64])
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_gives_the_bits_of_a_causal_call(name: str, block_m: int) -> None:
@@ -75,13 +75,13 @@ def test_random_calls(seed: int) -> None:
     judge_random(on_cpu(seed, "portable", "cached"), "portable")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("seed", slow_but(range(60), lambda seed: seed < 6))
 def test_random_steps_of_a_server(seed: int) -> None:
     assert not mixed.fuzz("portable", seed, 1, print)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", invariance_cases((15, 17, 65, 150)), ids=str)
 def test_a_sequence_alone_and_among_others(case: CacheCase) -> None:
     judge_alone(case, torch.float16, "portable", "cpu")
