@@ -129,19 +129,21 @@ def test_splits_that_registers_fold_are_folded_in_runs() -> None:
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("kind", reversed(KINDS))
 @pytest.mark.parametrize("name", LENGTHS)
 def test_they_count_from_the_first_query_and_the_first_key(name: str, kind: str) -> None:
     assert error(LENGTHS[name], kind, "portable", packed=name == "window") < 1e-5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("value", "sinks"), zip(HUGE, (True, False) * 2, strict=True))
 def test_scores_as_huge_as_float32_has_them(value: float, sinks: bool) -> None:
     """In splits that go through memory, with and without pages and bounds."""
     assert huge_error(value, "portable", page_size=16 * sinks, packed=value == -1e9, sinks=sinks) < 1e-5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("programs", [1, 7])
 def test_such_scores_in_tiles_of_many_rows(programs: int) -> None:
     """Where the scale is applied before the mask; one program folds states in registers."""

@@ -55,6 +55,7 @@ def test_strict_calls_have_one_kind_of_rows() -> None:
     assert compared > 20 and different == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("window", [None, 120])
 @pytest.mark.usefixtures("same_everywhere")
 def test_decodes_and_drafts_over_many_splits(window: int | None) -> None:

@@ -41,7 +41,7 @@ def _share(groups_ptr, blocks_ptr, bounds_ptr, owners_ptr, fixed_cost, fewest_bl
             at, number = group.end, number + 1
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(("programs", "lanes"), [(1, 1), (7, 1), (132, 1), (132, 2), (132, 4), (5, 2)])
 @pytest.mark.parametrize("rule", [(1, 2), (5, 2), (3, 8)])
 def test_every_block_once_and_owners_know_one_another(programs: int, lanes: int, rule: tuple[int, int]) -> None:
@@ -124,7 +124,7 @@ def _even_share(lengths_ptr, found_ptr, count, rows, heads, GROUP: tl.constexpr,
         tl.store(found_ptr + 7 * tl.program_id(0) + i, found[i])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("count", "rows", "group", "heads", "lanes"),
                          [(1, 1, 16, 1, 1), (1, 1, 128, 1, 2), (3, 2, 64, 1, 2), (16, 1, 16, 1, 1), (16, 2, 128, 2, 8),
                           (31, 1, 64, 1, 1), (25, 1, 256, 1, 4)])  # fmt: skip

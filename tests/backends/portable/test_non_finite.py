@@ -157,6 +157,7 @@ def test_nothing_comes_from_other_packed_sequences(band: Band, loops: dict[str, 
     assert torch.equal(clean["lse"][:, rows], dirty["lse"][:, rows])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_nothing_comes_from_past_the_end(causal: bool, tma: bool) -> None:

@@ -29,7 +29,7 @@ TILES = (
 _QUICK = ("full", "blocks_causal", "window", "softcap", "sinks_shifted", "mixed_scales", "packed_spare", "everything")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: QuantizedCase) -> None:
     call = build(case)
@@ -38,6 +38,7 @@ def test_case(case: QuantizedCase) -> None:
         judge(call, "portable")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("tiles", "case"),
     slow_but(
