@@ -25,6 +25,7 @@ _CASES = (
 )  # fmt: skip
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("most", [0, 1, 13, 40])
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("name", [name for name in _CASES if name in SELECTED])
