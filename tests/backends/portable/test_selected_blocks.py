@@ -10,6 +10,7 @@ from tests.selected import OF_PORTABLE, drawn, judge
 from tests.slow import slow_but
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("seed", slow_but(range(60), lambda seed: seed < 6))
 def test_random_calls(seed: int) -> None:
     judge(drawn(seed, OF_PORTABLE, (torch.float32, torch.float16), 130, (16, 32)), backend="portable")

@@ -40,6 +40,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_LIMITS", kernels.Limits(tile=64))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("most", [1, 3, 16, 64, 100])
 @pytest.mark.parametrize("rows", [1, 37, 200])
 def test_random_sizes(most: int, rows: int) -> None:
@@ -52,6 +53,7 @@ def test_random_sizes(most: int, rows: int) -> None:
     same_lists(indices, draw.choice([None, counts]), keys)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (1, 1, 2100, 1, 2), (1, 1, 5, 3, 1040), (2, 1, 70, 1, 1)], ids=str)
 def test_tiles_and_loops_over_them(sizes: tuple[int, int, int, int, int]) -> None:
     """The second has more words than a tile, the third more keys than are summed at once."""
