@@ -46,7 +46,7 @@ LISTS = (
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-@pytest.mark.one_in(14)
+@pytest.mark.one_in(29)
 @pytest.mark.parametrize("case", [DENSE, WIDE, PACKED, WIDEST, FEATURES, BIG], ids=lambda c: f"{c}-{c.head_dim}")
 @pytest.mark.parametrize("number", range(len(SCORES)), ids=list(SCORES))
 def test_score_mods(number: int, case: Case) -> None:
@@ -55,7 +55,7 @@ def test_score_mods(number: int, case: Case) -> None:
         judge(call, "hopper")
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(19)
 @pytest.mark.parametrize("case", [DENSE, WIDE, PACKED, WIDEST, FEATURES, BIG], ids=lambda c: f"{c}-{c.head_dim}")
 @pytest.mark.parametrize("number", range(len(MASKS)), ids=list(MASKS))
 def test_mask_mods(number: int, case: Case) -> None:
@@ -64,7 +64,7 @@ def test_mask_mods(number: int, case: Case) -> None:
         judge(call, "hopper")
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize("case", [LONG, WIDE_LONG, PACKED_LONG, WIDEST, FEATURES], ids=lambda c: f"{c}-{c.head_dim}")
 @pytest.mark.parametrize("number", range(len(LISTS)), ids=lambda n: "-".join(map(str, LISTS[n])))
 def test_lists(number: int, case: Case) -> None:
@@ -76,7 +76,7 @@ def test_lists(number: int, case: Case) -> None:
         judge(call if mask != "nothing" else call.wanting(["v"]), "hopper")
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(22)
 @pytest.mark.parametrize(
     "case", [LONG, WIDE_LONG, PACKED_LONG, WIDEST, FEATURES, DROPPING], ids=lambda c: f"{c}-{c.head_dim}"
 )
@@ -95,7 +95,7 @@ def test_lists_with_bits(number: int, case: Case) -> None:
         judge(call if mask != "nothing" else call.wanting(["v"]), "hopper")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["BY_TMA_64", "WIDE_64", "NARROW_64", "THREE_STAGES_128", "BY_TMA_128", "BASE_128"])
 def test_tiles_of_lists_with_bits(name: str) -> None:
     case = replace(LONG, head_dim=64 if "64" in name else 128)
@@ -136,7 +136,7 @@ def test_lists_that_tiles_do_not_divide_are_refused() -> None:
         assert by_head or direction == "forward" or not dispatch.reasons("portable", problem, direction)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", ["by_distance", "read_twice", "gated", "graphormer"])
 @pytest.mark.parametrize("listed", [None, (128, 128)], ids=str)
 def test_what_is_captured_has_its_gradient_from_another_backend(listed: tuple[int, int] | None, name: str) -> None:
