@@ -71,6 +71,7 @@ def test_gradients_by_pairs(case: Case) -> None:
             judge(build(case, dtype), "hopper")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", slow_but(range(40), lambda seed: seed < 3))
 def test_random_gradients_by_pairs(seed: int) -> None:
     case, dtype = draw_for_pairs(seed, 300)
@@ -78,6 +79,7 @@ def test_random_gradients_by_pairs(seed: int) -> None:
         judge(build(case, dtype, seed=seed), "hopper")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.head_dim)
 @pytest.mark.parametrize("at_wait", slow_but([True, False], lambda at_wait: at_wait))
 def test_gradients_by_pairs_as_compiled(case: Case, at_wait: bool) -> None:
@@ -204,6 +206,7 @@ def test_a_compiled_multicast_to_one_program_is_missed(monkeypatch: pytest.Monke
             torch.autograd.grad(out.float().sum(), list(call.leaves.values()))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("then", "message"),
     [
