@@ -58,6 +58,7 @@ def test_compiled_kernels_under_the_rule(case: CacheCase, arch: str) -> None:
         judge(build(case, torch.bfloat16), "portable")
 
 
+@pytest.mark.long
 def test_compiled_kernels_of_rows_with_bits_of_their_own() -> None:
     """A launch for few rows, with splits at fixed keys in some runs, and one for the others."""
     case = CacheCase("own_bits", ((290, 1, 0), (70, 20, 0), (3, 2, 0)), heads=8, kv_heads=2, head_dim=64, packed=True,
@@ -66,7 +67,7 @@ def test_compiled_kernels_of_rows_with_bits_of_their_own() -> None:
         judge(build(case, torch.bfloat16), "portable")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.long
 @pytest.mark.parametrize("case", slow_but(EIGHT_BIT_ROWS, lambda case: case.name == "rows_odd_pages"), ids=str)
 def test_rows_of_656_bytes(case: CacheCase) -> None:
     with portable.on_cpu(Options(seed=3), "sm_80"), trial(decode=TILES):
