@@ -28,7 +28,7 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("dtype", slow_but((torch.bfloat16, torch.float16), lambda dtype: dtype == torch.bfloat16))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases_under_the_rule(case: CacheCase, dtype: torch.dtype) -> None:
@@ -38,7 +38,7 @@ def test_cases_under_the_rule(case: CacheCase, dtype: torch.dtype) -> None:
         judge(build(case, dtype), "hopper")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.long
 @pytest.mark.parametrize(("mask", "low", "high"), [(0xFF, -20.0, 9.0), (0x87, 7.0, 9.0)])
 def test_any_8_bits_and_scales(mask: int, low: float, high: float) -> None:
     """Subnormal numbers, scales past 256, and NaN, which is not lost."""
