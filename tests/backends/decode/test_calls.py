@@ -17,11 +17,10 @@ from tests.kvcache.cases import CASES, CacheCase, build, judge
 from tests.kvcache.functions import HUGE, KINDS, LENGTHS, error, huge_error
 from tests.kvcache.test_trees import CHAINS, assert_chains_are_causal
 from tests.maxima import judge_cached_maxima
-from tests.slow import named, slow_but
+from tests.slow import named, one_of_each, slow_but
 
 
-@pytest.mark.one_in(12)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", one_of_each(CASES), ids=str)
 def test_case(case: CacheCase) -> None:
     judge(build(case, torch.float16), "portable")
 

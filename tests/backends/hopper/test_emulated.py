@@ -25,7 +25,7 @@ from tests.maxima import judge_maxima
 from tests.problems import banded_problem
 from tests.quantization import cases as quantization
 from tests.quantization.cases import QuantizedCase
-from tests.slow import named, slow_but
+from tests.slow import named, one_of_each, slow_but
 
 # Alignment is not looked at on a CPU, where nothing needs it.
 TABLE = [case for case in CASES if case.name != "sliced"]
@@ -126,8 +126,7 @@ def _seed(case: Case) -> int:
     return zlib.crc32(case.name.encode())
 
 
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("case", TABLE, ids=str)
+@pytest.mark.parametrize("case", one_of_each(TABLE), ids=str)
 def test_the_case_table(case: Case) -> None:
     with on_cpu(_seed(case)):
         judge(build(case, torch.float16), "hopper")

@@ -28,7 +28,7 @@ from tests.partials import CHAINS, judge_chain
 from tests.poison import poisoned_memory
 from tests.problems import banded_problem
 from tests.rule import assert_close
-from tests.slow import named, slow_but
+from tests.slow import named, one_of_each, slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -38,8 +38,7 @@ LOW_PRECISION = [
 
 
 # It takes as long as all the others together.
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("case", slow_but(CASES, lambda case: case.name != "many_in_a_group"), ids=str)
+@pytest.mark.parametrize("case", one_of_each(slow_but(CASES, lambda case: case.name != "many_in_a_group")), ids=str)
 def test_the_case_table(case: Case) -> None:
     judge(build(case, torch.float32), "portable")
 

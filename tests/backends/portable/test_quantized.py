@@ -17,7 +17,7 @@ from tests.fuzz.judged import on_cpu
 from tests.quantization.cases import CASES, QuantizedCase, build, emulated, judge
 from tests.quantization.quantizer import CASES as CASES_ROUNDING
 from tests.quantization.quantizer import Case, check, inputs
-from tests.slow import slow_but
+from tests.slow import one_of_each, slow_but
 
 # Tiles of several sizes, none longer than a block of keys that shares a scale; small ones cost the interpreter more.
 TILES = (
@@ -29,8 +29,7 @@ TILES = (
 _QUICK = ("full", "blocks_causal", "window", "softcap", "sinks_shifted", "mixed_scales", "packed_spare", "everything")
 
 
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", one_of_each(CASES), ids=str)
 def test_case(case: QuantizedCase) -> None:
     call = build(case)
     assert dispatch.reasons("portable", call.problem, "quantized") == []
