@@ -31,7 +31,6 @@ def text(found: Audit, kind: str, layer: str = LAST) -> str:
     return only
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -65,7 +64,6 @@ FAULTS: dict[str, tuple[Callable[[str], Plan], tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kind", "way"), [(kind, way) for kind, (_, ways, _) in FAULTS.items() for way in ways])
 def test_planted_faults_are_named(kind: str, way: str) -> None:
     plan, _, words = FAULTS[kind]
