@@ -253,6 +253,7 @@ def test_each_kept_pair_is_computed_once(lengths, band, layout):
         check_pairs(*LENGTHS[lengths], world, layout, band, origins=origins)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("origins", [False, True])
 def test_a_window_of_few_keys_stands_apart(origins):
     check_pairs((900,), (900,), 2, "contiguous", Band(70, 0), origins=origins)
@@ -454,6 +455,7 @@ def test_a_full_ring_passes_shards_to_the_next_rank():
             assert [(send.to, send.source) for send in step.sends] == [(after, (step.source + 1) % 8)]
 
 
+@pytest.mark.long
 def test_a_plan_takes_a_number_of_looks_that_grows_with_the_ring(monkeypatch):
     # One rank of 4,096 in time: it may look at each other rank a few times, and not at all pairs of ranks.
     looks = 0
