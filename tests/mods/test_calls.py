@@ -20,12 +20,14 @@ EVERYTHING = Case(
 )  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", [DENSE, LONGER, PACKED, EVERYTHING], ids=str)
 @pytest.mark.parametrize("name", SCORES)
 def test_score_mods(name: str, case: Case) -> None:
     judge(with_functions(case, name, None, torch.float32), "cpu")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", [DENSE, LONGER, PACKED, EVERYTHING], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_mask_mods(name: str, case: Case) -> None:

@@ -25,6 +25,7 @@ def fresh() -> Iterator[None]:
 _SOME = ("nested", "nn.Module", "rebound helper", "text", "tensor of an item", "array")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "mod", "change"), [case for case in CASES if case[0] in _SOME], ids=[n for n, *_ in CASES if n in _SOME]
 )
@@ -89,6 +90,7 @@ class Net(nn.Module):
         return flashtile.attention(q, q, q, score_mod=mod)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("how", "fullgraph"),
     [
