@@ -326,6 +326,7 @@ SHAPES = {"chain": (1, 4, 5, 1), "chain of pages": (1, 4, 5, 16), "tree": (3, 4,
 CASES = [*itertools.product(SHAPES, (False, True), (6,)), ("tree", True, None), ("chain of pages", False, None)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "graphs", "window"), CASES)
 def test_what_is_written_is_what_greedy_decoding_writes(
     sglang: Any, name: str, graphs: bool, window: int | None

@@ -31,6 +31,7 @@ def together(model: Any, **changes: Any) -> list[list[int]]:
     return [each.generated_tokens for _, each in sorted(found.items(), key=lambda x: int(x[0].rpartition("_")[2]))]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(models.CONFIGS))
 def test_the_tokens_are_those_of_eager_attention(name: str) -> None:
     model = models.make(name)
@@ -45,6 +46,7 @@ def test_the_tokens_are_those_of_eager_attention(name: str) -> None:
     assert (over_pages.call_count > 0) == (name != "mistral")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(models.CONFIGS))
 def test_attention_decides(name: str) -> None:
     """What the comparison is worth: scores that are a tenth smaller change what follows every prompt."""
