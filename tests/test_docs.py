@@ -57,7 +57,7 @@ def test_a_wrong_type_in_a_page_is_an_error(tmp_path: Path, capfd: pytest.Captur
     assert check_types([page]) == 0
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize("page", _CODE_PAGES, ids=_name)
 @pytest.mark.usefixtures("unchanged_modules")
 def test_code_runs_and_prints_what_is_shown(page: Path) -> None:

@@ -108,7 +108,7 @@ def test_keys_are_not_split_where_functions_or_lists_look_at_them() -> None:
     assert not is_split(with_functions(case, None, None, torch.float16, listed=(16, 128)).problem)
 
 
-@pytest.mark.one_in(17)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "gfx942"])
 @pytest.mark.parametrize("name", ["by_distance", "graphormer", "capped", "gated"])
 @pytest.mark.parametrize("listed", [None, (128, 64)], ids=["", "listed"])

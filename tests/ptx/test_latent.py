@@ -64,7 +64,7 @@ def test_any_8_bits_and_scales(mask: int, low: float, high: float) -> None:
         assert out[0].isfinite().all() and out[1].isnan().all()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
 def test_who_folds_two_states_does_not_show(seed: int) -> None:
     """Two programs that wait for each other finish a piece each of a half, else one finishes all: the same bits."""

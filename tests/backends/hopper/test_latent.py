@@ -167,6 +167,7 @@ def test_nan_in_a_copied_row_reaches_its_own_sequence_alone() -> None:
     assert out[0].isnan().all() and out[1].isfinite().all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("heads", "length", "num_sms"), [(16, 1100, 9), (40, 2500, 20)])
 def test_folds_of_many_states(heads: int, length: int, num_sms: int) -> None:
     """Some rows of all states at once, four and then one: ``folds.share_tile``."""

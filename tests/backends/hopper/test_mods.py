@@ -46,7 +46,7 @@ LISTS = (
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-@pytest.mark.one_in(29)
+@pytest.mark.one_in(44)
 @pytest.mark.parametrize("case", [DENSE, WIDE, PACKED, WIDEST, FEATURES, BIG], ids=lambda c: f"{c}-{c.head_dim}")
 @pytest.mark.parametrize("number", range(len(SCORES)), ids=list(SCORES))
 def test_score_mods(number: int, case: Case) -> None:
@@ -55,7 +55,7 @@ def test_score_mods(number: int, case: Case) -> None:
         judge(call, "hopper")
 
 
-@pytest.mark.one_in(19)
+@pytest.mark.one_in(31)
 @pytest.mark.parametrize("case", [DENSE, WIDE, PACKED, WIDEST, FEATURES, BIG], ids=lambda c: f"{c}-{c.head_dim}")
 @pytest.mark.parametrize("number", range(len(MASKS)), ids=list(MASKS))
 def test_mask_mods(number: int, case: Case) -> None:

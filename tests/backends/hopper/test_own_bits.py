@@ -40,7 +40,7 @@ STEPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("invariant", [True, "strict"])
 @pytest.mark.parametrize("layer", slow_but(LAYERS, named("pages", "alibi", "float8")), ids=str)
 def test_steps(layer: Layer, invariant: Any) -> None:

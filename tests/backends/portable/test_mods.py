@@ -121,7 +121,7 @@ def test_numbers_reach_kernels_as_they_are() -> None:
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.long
 @pytest.mark.parametrize("shard", range(20))
 def test_random_functions(shard: int) -> None:
     assert not fuzz("portable", 3 * shard, 3, print)
@@ -167,6 +167,7 @@ def test_the_kernel_of_lists_counts_as_pytorch_does(mask: str, size: tuple[int, 
     assert torch.equal(kinds(*given), evaluated(*given))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("mask", "size"), [("documents", (128, 128)), ("heads_differ", (256, 128)), ("prefix", (128, 384))]
 )

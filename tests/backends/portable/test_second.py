@@ -34,7 +34,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("case", RUNS, ids=str)
 def test_second_derivatives(case: Case, launched: list[int]) -> None:
     dtype = torch.float16 if RUNS.index(case) % 2 else torch.float32
@@ -68,7 +68,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("name", "beside"),
     [
