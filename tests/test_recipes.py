@@ -20,7 +20,7 @@ Recipe = dict[str, list[tuple[str, str]]]
 ARGUMENT: Recipe = {
     "call/arguments.py": [
         (
-            "    # Not a keyword: what score_mod",
+            "    # No keywords: what score_mod",
             '    temperature: Annotated[float, Argument("Divisor.", check=finite)] = 1.0\n',
         ),
         ("\n\ndef table(", "    temperature: Any = 1.0\n"),
@@ -66,7 +66,7 @@ else:
 # The square of a score, times a number, is added between the softcap and ALiBi.
 MOD: Recipe = {
     "call/arguments.py": [
-        ("    # Not a keyword: what score_mod", '    bend: Annotated[float, Argument("Bend.", check=finite)] = 0.0\n'),
+        ("    # No keywords: what score_mod", '    bend: Annotated[float, Argument("Bend.", check=finite)] = 0.0\n'),
         ("\n\ndef table(", "    bend: Any = 0.0\n"),
     ],
     "api/keywords.py": [("\n\nclass PackedKeywords(", "    bend: float\n")],

@@ -80,7 +80,7 @@ def _call() -> tuple[Problem, Tensors]:
 def _said() -> dict[str, str]:
     """What explain says of each kernel of a call, and last of the process."""
     problem, tensors = _call()
-    lines = prepare._explained("portable", torch.device("cuda"), [(problem, tensors, None)]).splitlines()
+    lines = prepare.explained("portable", torch.device("cuda"), [(problem, tensors, None)]).splitlines()
     found = [line.strip().removeprefix("kernel ").split(": ", 1) for line in lines if "kernel " in line]
     return {**dict(found), "": lines[-1]}
 
