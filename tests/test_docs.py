@@ -121,6 +121,8 @@ def test_semantics_has_every_rule_and_parameter() -> None:
     text = (ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")
     rules = [int(n) for n in re.findall(r"^(\d+)\. \*\*", text, re.MULTILINE)]
     assert rules == list(range(1, 33))
+    for page in ("README.md", "docs/index.md"):
+        assert "[thirty-two rules]" in (ROOT / page).read_text(encoding="utf-8").lower()
     used = {int(n) for n in re.findall(r"rules? (\d+)", (SOURCE / "reference.py").read_text(encoding="utf-8"))}
     assert used <= set(rules)
     functions = (

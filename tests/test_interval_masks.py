@@ -69,8 +69,52 @@ def test_both_masks_keep_what_each_keeps() -> None:
         assert torch.equal(
             dense(a & b, 17, 17).expand(2, 2, 17, 17), dense(a, 17, 17) & dense(b, 17, 17).expand(2, 2, 17, 17)
         )
-    with pytest.raises(TypeError):
-        a & 3
+    made = [a, flashtile.create_block_mask(lambda b, h, i, j: i >= j, None, None, 17, 17)]
+    for left, right in [(a, 3), (3, a), (a, made[1]), (made[1], a), (made[1], made[1])]:
+        with pytest.raises(TypeError, match=r"& is of two masks of intervals.*and_masks"):
+            left & right
+    for left, right in [(a, b), (a, made[1]), (made[1], a)]:
+        with pytest.raises(TypeError, match=r"masks have no \|.*or_masks"):
+            left | right
+
+
+def test_a_prefix_by_document_is_of_its_own_document() -> None:
+    make = torch.Generator().manual_seed(6)
+    ids = torch.tensor([[7, 7, 7, 7, 0, 0, 0, 2], [1, 1, 1, 7, 7, 7, 7, 7]])
+    bounds = [[0, 4, 7, 8], [0, 3, 8, 8]]
+    for lengths in (torch.randint(0, 5, (2, 3), generator=make), torch.tensor([2, 3]), torch.tensor([[3], [9]])):
+        made = masks.prefix(lengths, ids=ids)
+        assert made.mirrored
+        for b, of_sample in enumerate(bounds):
+            want = torch.zeros(8, 8, dtype=torch.bool)
+            given = [*(lengths if lengths.dim() == 1 else lengths[b]).tolist(), 0, 0, 0]
+            for first, stop, length in zip(of_sample, of_sample[1:], given, strict=False):
+                size = stop - first
+                want[first:stop, first:stop] = torch.ones(size, size).tril().bool() | (torch.arange(size) < length)
+            by_bounds = masks.prefix(torch.tensor(given), 8, cu_seqlens=torch.tensor(of_sample))
+            for mask in (made[b], by_bounds):
+                for side in (Intervals(mask.row_keys, None), Intervals(None, mask.key_rows)):
+                    assert torch.equal(dense(side, 8, 8)[0, 0], want)
+    beyond = masks.prefix(torch.tensor([2, 9]), 6, cu_seqlens=torch.tensor([0, 3, 4]))
+    assert dense(beyond, 6, 6)[0, 0].sum(-1).tolist() == [2, 2, 3, 1, 0, 0]
+    for wrong, named in (
+        (dict(lengths=torch.tensor([1])), "seqlen"),
+        (dict(lengths=torch.tensor([1]), seqlen=8, ids=ids), "seqlen"),
+        (dict(lengths=torch.tensor([1]), ids=ids, seqlen_k=9), "seqlen_k"),
+        (dict(lengths=torch.tensor(1), ids=ids), "lengths"),
+        (dict(lengths=torch.ones(3, 1).int(), ids=ids), "lengths"),
+        (dict(lengths=torch.ones(2, 1).int(), seqlen=8, cu_seqlens=torch.tensor([0, 8])), "lengths"),
+    ):
+        with pytest.raises(InvalidInputError, match=f"^{named}: "):
+            masks.prefix(**wrong)  # type: ignore[arg-type]
+
+
+def test_ends_by_sample_are_refused_with_what_they_should_be() -> None:
+    q, k, v = qkv(3, 8, 8)
+    ends = torch.full((3, 8), 4, dtype=torch.int32)
+    with pytest.raises(InvalidInputError, match=r"^block_mask: .*by batch, give masks of start\[:, None\]"):
+        flashtile.attention(q, k, v, block_mask=masks.rows(0, ends))
+    assert flashtile.attention(q, k, v, block_mask=masks.rows(0, ends[:, None])).shape == q.shape
 
 
 @pytest.mark.parametrize("kind", KINDS)

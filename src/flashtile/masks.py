@@ -48,7 +48,7 @@ class Intervals(BySample):
 
     def __and__(self, other: Intervals) -> Intervals:
         if not isinstance(other, Intervals):
-            return NotImplemented
+            return super().__and__(other)
         return Intervals(
             _both(self.row_keys, other.row_keys),
             _both(self.key_rows, other.key_rows),
@@ -104,45 +104,42 @@ def documents(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None, se
     Raises:
         InvalidInputError: Naming the argument that is wrong.
     """
-    if (ids is None) == (cu_seqlens is None):
-        raise InvalidInputError("ids", "is given with cu_seqlens" if ids is not None else "is None, as is cu_seqlens")
-    if cu_seqlens is not None:
-        bounds = _integers("cu_seqlens", cu_seqlens)
-        if bounds.dim() != 1 or len(bounds) < 1:
-            raise InvalidInputError("cu_seqlens", f"has shape {tuple(bounds.shape)}, must be (documents + 1,)")
-        i = torch.arange(int(bounds[-1]) if seqlen is None else seqlen, device=bounds.device, dtype=torch.int32)
-        if len(bounds) == 1:
-            start = end = torch.zeros_like(i)
-        else:
-            which = torch.bucketize(i, bounds[1:], right=True).clamp(max=len(bounds) - 2)
-            inside = i < bounds[-1]
-            start, end = (torch.where(inside, x[which], 0) for x in (bounds[:-1], bounds[1:]))
-    else:
-        if seqlen is not None:
-            raise InvalidInputError("seqlen", "is given, but goes with cu_seqlens")
-        assert ids is not None
-        found = _integers("ids", ids)
-        if found.dim() not in (1, 2):
-            raise InvalidInputError("ids", f"has {found.dim()} dimensions, must have 1 or 2: ([batch,] seqlen)")
-        start, end = _runs(found)
-        if found.dim() == 2:
-            start, end = start[:, None], end[:, None]
+    start, end, _ = _documents(ids, cu_seqlens, seqlen)
     pairs = _pairs(start, end)
     return Intervals(pairs, pairs, True)
 
 
-def prefix(lengths: Tensor, seqlen: int, *, seqlen_k: int | None = None) -> Intervals:
+def prefix(
+    lengths: Tensor,
+    seqlen: int | None = None,
+    *,
+    seqlen_k: int | None = None,
+    ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Intervals:
     """A causal mask, ``j <= i + seqlen_k - seqlen``, that also keeps a prefix of each sequence for all of its rows.
 
+    With ids or cu_seqlens, see ``documents``, of each document: its rows keep its prefix, earlier keys of its own, and
+    none of other documents.
+
     Args:
-        lengths: ``(batch,)`` integers: keys of each prefix.
-        seqlen: Rows of a sequence.
-        seqlen_k: Keys of a sequence; as many as rows by default.
+        lengths: ``(batch,)`` integers: keys of each prefix. With cu_seqlens ``(documents,)``; with ids those of its
+            runs in their order, ``(documents,)`` or ``(batch, documents)``; a run past the last has no prefix.
+        seqlen: Rows of a sequence. Not with ids; with cu_seqlens the last bound by default.
+        seqlen_k: Keys of a sequence; as many as rows by default. Not with ids or cu_seqlens.
+        ids: As of ``documents``.
+        cu_seqlens: As of ``documents``.
 
     Raises:
         InvalidInputError: Naming the argument that is wrong.
     """
     length = _integers("lengths", lengths)
+    if ids is not None or cu_seqlens is not None:
+        if seqlen_k is not None:
+            raise InvalidInputError("seqlen_k", "is given, but documents have as many keys as rows")
+        return _prefix_of_documents(length, *_documents(ids, cu_seqlens, seqlen))
+    if seqlen is None:
+        raise InvalidInputError("seqlen", "is None, as are ids and cu_seqlens")
     if length.dim() != 1:
         raise InvalidInputError("lengths", f"has {length.dim()} dimensions, must have 1: (batch,)")
     num_keys = seqlen if seqlen_k is None else seqlen_k
@@ -163,6 +160,51 @@ def chunks(size: int, seqlen: int, *, seqlen_k: int | None = None, device: torch
     j = torch.arange(num_keys, device=device, dtype=torch.int32)
     start, of_key = (x.div(size, rounding_mode="floor") * size for x in (p, j))
     return Intervals(_pairs(start, start + size), _pairs(of_key - shift, of_key - shift + size), True)
+
+
+def _documents(ids: Tensor | None, cu_seqlens: Tensor | None, seqlen: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """For each place the first place of its document, the end of it, and its number: ``([batch, 1,] seqlen)`` each."""
+    if (ids is None) == (cu_seqlens is None):
+        raise InvalidInputError("ids", "is given with cu_seqlens" if ids is not None else "is None, as is cu_seqlens")
+    if cu_seqlens is not None:
+        bounds = _integers("cu_seqlens", cu_seqlens)
+        if bounds.dim() != 1 or len(bounds) < 1:
+            raise InvalidInputError("cu_seqlens", f"has shape {tuple(bounds.shape)}, must be (documents + 1,)")
+        i = torch.arange(int(bounds[-1]) if seqlen is None else seqlen, device=bounds.device, dtype=torch.int32)
+        if len(bounds) == 1:
+            return (torch.zeros_like(i),) * 3
+        which = torch.bucketize(i, bounds[1:], right=True).clamp(max=len(bounds) - 2)
+        inside = i < bounds[-1]
+        start, end = (torch.where(inside, x[which], 0) for x in (bounds[:-1], bounds[1:]))
+        return start, end, which
+    if seqlen is not None:
+        raise InvalidInputError("seqlen", "is given, but goes with cu_seqlens")
+    assert ids is not None
+    found = _integers("ids", ids)
+    if found.dim() not in (1, 2):
+        raise InvalidInputError("ids", f"has {found.dim()} dimensions, must have 1 or 2: ([batch,] seqlen)")
+    start, end, run = (x[:, None] if found.dim() == 2 else x for x in _runs(found))
+    return start, end, run
+
+
+def _prefix_of_documents(length: Tensor, start: Tensor, end: Tensor, which: Tensor) -> Intervals:
+    """``prefix`` of documents, from lengths and what ``_documents`` returns."""
+    most = 2 if start.dim() == 3 else 1
+    if not 1 <= length.dim() <= most:
+        shape = "(documents,)" if most == 1 else "([batch,] documents)"
+        raise InvalidInputError("lengths", f"has {length.dim()} dimensions, must have {shape}")
+    if length.dim() == 2 and length.shape[0] != start.shape[0]:
+        raise InvalidInputError("lengths", f"is of {length.shape[0]} sequences, but ids of {start.shape[0]}")
+    # One more, for documents past the last.
+    padded = torch.nn.functional.pad(length, (0, 1))
+    number = which.clamp(max=length.shape[-1]).long()
+    if length.dim() == 2:
+        length = padded.gather(1, number[:, 0])[:, None]
+    else:
+        length = padded[number]
+    i = torch.arange(start.shape[-1], device=start.device, dtype=torch.int32)
+    seen = torch.minimum(torch.maximum(i + 1, start + length), end)
+    return Intervals(_pairs(start, seen), _pairs(torch.where(i < start + length, start, i), end), True)
 
 
 def _integers(name: str, x: object) -> Tensor:
@@ -194,13 +236,13 @@ def _pairs(start: Tensor | int, end: Tensor) -> Tensor:
     return pairs[(None,) * (4 - pairs.dim())] if pairs.dim() > 1 else pairs.view(1, 1, 1, 2)
 
 
-def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """For each place, the first place and the end of the run of equal ids around it."""
+def _runs(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each place, the first place and the end of the run of equal ids around it, and the run's number."""
     # Slices and cummax would guard on sizes when they are traced.
     before = (torch.arange(ids.shape[-1], device=ids.device) - 1).clamp(min=0)
     run = (ids != ids[..., before]).cumsum(-1)
     start, end = (torch.searchsorted(run, run, right=right, out_int32=True) for right in (False, True))
-    return start, end
+    return start, end, run
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:

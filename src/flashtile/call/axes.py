@@ -104,7 +104,12 @@ class Axes:
                     keeps = ", where True keeps" * (argument == "attn_mask")
                     must += f"; if it is by batch and head, give {argument}.view({rows}){keeps}"
                 elif axis == "num_heads_q" and size == self.sizes["batch"]:
-                    must += f"; if it is by batch, give {argument}[:, None]"
+                    by_batch = (
+                        "masks of start[:, None] and end[:, None]"
+                        if argument == "block_mask"
+                        else f"{argument}[:, None]"
+                    )
+                    must += f"; if it is by batch, give {by_batch}"
                 raise InvalidInputError(argument, f"{axis} is {size}, {must}")
 
     def bind_sides(self, t: Any, rows: Mapping[str, tuple[Argument, Tensor]], longest: Sequence[int | None]) -> bool:

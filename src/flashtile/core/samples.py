@@ -24,6 +24,33 @@ class BySample:
     # end.
     __iter__ = None
 
+    def __and__(self, other: object) -> Self:
+        """As of intervals alone: what both keep.
+
+        Raises:
+            TypeError: They are not two masks of intervals.
+        """
+        raise TypeError(
+            "& is of two masks of intervals: what others keep together is"
+            " block_mask=create_block_mask(mods.and_masks(f, g), ...), of functions of a pair,"
+            " or block_mask=intervals with mask_mod=g"
+        )
+
+    __rand__ = __and__
+
+    def __or__(self, other: object) -> Self:
+        """None of the masks has it.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "masks have no |: what one or the other keeps is"
+            " block_mask=create_block_mask(mods.or_masks(f, g), ...), of functions of a pair"
+        )
+
+    __ror__ = __or__
+
     def __init_subclass__(cls) -> None:
         # A dataclass with slots would be created twice; masks have no slots.
         register_pytree_node(cls, _flatten, _unflatten)
