@@ -18,7 +18,7 @@ from torch import Tensor
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError
 from flashtile.call.backend import MEANWHILE, Build, Direction
-from flashtile.call.problem import Problem, Tensors, compute_capability
+from flashtile.call.problem import Problem, Tensors, compute_capability, gpu_of
 from flashtile.ops import dispatch, plans
 from tests.cases import Case
 from tests.fuzz.drawn import Drawn
@@ -109,11 +109,51 @@ def test_builds_for_another_gpu_are_what_a_call_there_finds(
 
 def test_what_is_no_gpu_is_refused() -> None:
     x = _meta(1, 8, 1, 8)
-    for wrong in ("h100", "sm_9", 90, "gfx"):
-        with pytest.raises(InvalidInputError, match="^gpu: is .*, must be an architecture, like 'sm_90' or 'gfx942'"):
+    for wrong in ("h101", "sm_9", 90, "gfx", "90"):
+        with pytest.raises(InvalidInputError, match="^gpu: is .*, must be a GPU, like 'H100', 'sm_90'"):
             flashtile.warm_up(x, x, x, gpu=wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="^gpu: is given, but goes with device='cuda' alone, which is 'cpu'"):
         flashtile.warm_up(x, x, x, gpu="sm_90", device="cpu")
+
+
+def test_explain_and_warm_up_know_gpus_by_their_names() -> None:
+    for name, arch in (("H100", 90), ("a100", 80), ("RTX 4090", 89), ("9.0", 90), ("10.0", 100), ("MI300X", "gfx942")):
+        assert gpu_of(name).arch == arch
+    x = torch.zeros(1, 300, 4, 64, dtype=torch.bfloat16, requires_grad=True)
+    meta, bounds = x.detach().to("meta").requires_grad_(), torch.tensor([0, 100, 300])
+    said = [flashtile.explain(t, t, t, causal=True, gpu=gpu) for t in (x, meta) for gpu in ("H100", "sm_90")]
+    assert len(set(said)) == 1 and compute_capability(torch.device("cuda")) is None
+    assert said[0].splitlines()[0].endswith("causal, compute capability 9.0")
+    assert "\nforward: hopper: " in said[0] and "\nbackward: hopper: " in said[0] and "will be compiled" in said[0]
+    assert "\nforward: portable: " in flashtile.explain(x, x, x, gpu="A100")
+    assert flashtile.explain(meta, meta, meta, device="cpu") == flashtile.explain(x, x, x)
+    packed = dict(cu_seqlens_q=bounds.int().to("meta"), cu_seqlens_k=bounds.int().to("meta"), gpu="H100")
+    assert "packed" in flashtile.explain(meta[0], meta[0], meta[0], **packed)
+    one = meta.detach()
+    cache = dict(k_cache=one, v_cache=one, cache_seqlens=_meta(1, dtype=torch.int32), gpu="H100")
+    assert "\ndecode: hopper: " in flashtile.explain(one[:, :1], **cache)
+    assert "quantize_k: will be compiled" in flashtile.explain(one, one, one, precision="fp8", gpu="H100")
+    with pytest.raises(InvalidInputError, match="^gpu: is given, but goes with device='cuda' alone"):
+        flashtile.explain(x, x, x, gpu="H100", device="cpu")
+
+
+def test_the_bias_of_a_gpu_elsewhere_has_its_gradient_from_the_portable_kernels() -> None:
+    x, bias = _meta(1, 128, 4, 64).requires_grad_(), _meta(1, 4, 128, 128).requires_grad_()
+    backward = flashtile.explain(x, x, x, attn_bias=bias, gpu="H100").partition("\nbackward: ")[2].splitlines()[0]
+    assert backward.startswith("hopper: ") and "; gradient of attn_bias: portable: " in backward
+
+
+def test_caches_by_position_are_refused_with_the_form_by_name() -> None:
+    q, cache = torch.zeros(2, 1, 4, 16), torch.zeros(2, 32, 4, 16)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    for function in (flashtile.explain, flashtile.warm_up):
+        with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got k twice: .*\(q, k_cache="):
+            function(q, cache, cache, k=q)  # type: ignore[misc]
+        with pytest.raises(
+            InvalidInputError, match=r"^k_cache: is None, but cache_seqlens is given: .* k_cache=\.\.\."
+        ):
+            function(q, cache, cache, cache_seqlens=lengths, device="cpu")
+    assert "decode: cpu" in flashtile.explain(q, k_cache=cache, v_cache=cache, cache_seqlens=lengths, k=q, v=q)
 
 
 def test_a_backward_is_built_while_its_forward_is(

@@ -46,7 +46,7 @@ class Intervals(BySample):
     key_rows: Tensor | None
     mirrored: bool = False
 
-    def __and__(self, other: Intervals) -> Intervals:
+    def __and__(self, other: object) -> Intervals:
         if not isinstance(other, Intervals):
             return super().__and__(other)
         return Intervals(
@@ -123,8 +123,8 @@ def prefix(
     none of other documents.
 
     Args:
-        lengths: ``(batch,)`` integers: keys of each prefix. With cu_seqlens ``(documents,)``; with ids those of its
-            runs in their order, ``(documents,)`` or ``(batch, documents)``; a run past the last has no prefix.
+        lengths: ``(batch,)`` integers: keys of each prefix. With cu_seqlens ``(documents,)``; with ids ``(documents,)``
+            or ``(batch, documents)``, in the order of its runs; a run past the last has no prefix.
         seqlen: Rows of a sequence. Not with ids; with cu_seqlens the last bound by default.
         seqlen_k: Keys of a sequence; as many as rows by default. Not with ids or cu_seqlens.
         ids: As of ``documents``.
@@ -198,10 +198,7 @@ def _prefix_of_documents(length: Tensor, start: Tensor, end: Tensor, which: Tens
     # One more, for documents past the last.
     padded = torch.nn.functional.pad(length, (0, 1))
     number = which.clamp(max=length.shape[-1]).long()
-    if length.dim() == 2:
-        length = padded.gather(1, number[:, 0])[:, None]
-    else:
-        length = padded[number]
+    length = padded.gather(1, number[:, 0])[:, None] if length.dim() == 2 else padded[number]
     i = torch.arange(start.shape[-1], device=start.device, dtype=torch.int32)
     seen = torch.minimum(torch.maximum(i + 1, start + length), end)
     return Intervals(_pairs(start, seen), _pairs(torch.where(i < start + length, start, i), end), True)

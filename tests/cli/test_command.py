@@ -103,12 +103,39 @@ def test_explain_speaks_of_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[
     assert out.count("not cpu: needs cpu tensors, these are on cuda") == 2
     chosen = [line.split(":")[1].strip() for line in out.splitlines() if line.startswith(("forward", "backward"))]
     assert set(chosen) <= {"hopper", "portable"}
+    assert run(capsys, "explain", "--gpu", "H100", "--grad", "--dtype", "bfloat16")[1] == out
     code, _, err = run(capsys, "explain", "--arch", "7.0", "--backend", "portable")
     assert code == 2
     assert "needs compute capability 8.0 or later, this device is 7.0" in err
 
 
+def test_explain_takes_caches_functions_and_8_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    q, new = torch.zeros(3, 2, 4, 64), torch.zeros(3, 2, 2, 64)
+    pages, table = torch.zeros(12, 16, 2, 64, dtype=torch.float8_e4m3fn), torch.zeros(3, 4, dtype=torch.int32)
+    scale = torch.ones(2)
+    sizes = {"--seqlen-q": 2, "--seqlen-k": 60, "--batch": 3, "--heads": 4, "--kv-heads": 2, "--head-dim": 64}
+    base = [str(word) for each in sizes.items() for word in each]
+    paged = ["--page-size", "16", "--cache-dtype", "float8_e4m3fn", "--append", "--causal", "--device", "cpu"]
+    want = flashtile.explain(
+        q, k_cache=pages, v_cache=pages.clone(), cache_seqlens=9, page_table=table + torch.arange(12).view(3, 4).int(),
+        k=new, v=new, k_scale=scale, v_scale=scale,
+    )  # fmt: skip
+    assert run(capsys, "explain", *base, *paged) == (0, want + "\n", "")
+    assert "decode: hopper" in run(capsys, "explain", *base, *paged[:-2], "--varlen", "--gpu", "H100")[1]
+    file = tmp_path / "model.py"
+    file.write_text("def bend(score, b, h, q_idx, kv_idx):\n    return score * 0.5\n")
+    said = run(capsys, "explain", "--score-mod", f"{file}:bend", "--gpu", "H100")[1]
+    assert "score_mod (a function of the user's)" in said and "forward: hopper" in said
+    said = run(capsys, "explain", "--fp8", "--grad", "--gpu", "H100")[1]
+    assert "quantized: hopper" in said and "backward: hopper" in said
+
+
 BAD = [
+    (["explain", "--append"], "--append"),
+    (["explain", "--cache-dtype", "float8_e5m2"], "--cache-dtype"),
+    (["explain", "--cache", "--mask"], "--mask"),
+    (["explain", "--score-mod", "nowhere.py:bend"], "--score-mod"),
+    (["explain", "--heads", "1099511627776", "--batch", "1099511627776"], "--seqlen"),
     (["--bogus"], "--bogus"),
     (["nonsense"], "nonsense"),
     (["info", "--bogus"], "--bogus"),

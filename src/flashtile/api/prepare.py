@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import Any, Unpack
+from contextlib import contextmanager, nullcontext
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -27,11 +28,34 @@ from flashtile.call.selected import Selected
 from flashtile.core.errors import InvalidInputError, shown
 from flashtile.ops import dispatch, selected
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _caches_by_name(function: Callable[P, R]) -> Callable[P, R]:
+    """Refuses k or v by name beside those by position with the form of a call over a cache, which is what is meant."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **keywords: P.kwargs) -> R:
+        for name in ("k", "v")[: len(args) - 1 if args else 0]:
+            if name in keywords:
+                raise TypeError(f"{function.__name__}() got {name} twice: {_BY_NAME.format(function.__name__)}")
+        return function(*args, **keywords)
+
+    return checked
+
+
+_BY_NAME = "caches go by name, {}(q, k_cache=..., v_cache=..., cache_seqlens=..., k=new keys, v=new values)"
+
+
+@_caches_by_name
 def explain(
     q: Tensor | Quantized,
     k: Tensor | None = None,
     v: Tensor | None = None,
+    *,
+    device: torch.device | str | None = None,
+    gpu: str | None = None,
     **keywords: Unpack[AnyCall],
 ) -> str:
     """Says which backend and tiles a call would run with, and why the other backends would not.
@@ -41,51 +65,31 @@ def explain(
     unless given. Nothing is computed. Tensors on the meta device give results of the right shapes in a call, from no
     backend, and it says so.
 
+    device is where the call would run, by default where its tensors are, and gpu names a GPU that need not be here, as
+    for ``warm_up``. With one of them only shapes, strides and dtypes of the tensors are read, which may then be on the
+    meta device.
+
     On a GPU it also says of each kernel whether this process has it, an archive has it or it will be compiled, and what
     this process has loaded and compiled so far: docs/kernels-ahead.md.
 
     Returns:
         A few lines of text.
     """
-    tensors, asked, cached = asked_of("explain", (q, k, v), keywords)
-    backend = keywords.get("backend")
-    if cached:
-        over, settings = over_cache(tensors, asked, cached)
-        problem = cached_problem.problem_of(over, settings)
-        if problem.device_type == "cpu":
-            cached_problem.check_values(problem, over)
-        return explained(
-            backend, over.q.device, [(problem, over, None)],
-            ("rows of selected keys", lambda: _finding_builds(tensors, asked, cached, over.q.device)),
-        )  # fmt: skip
-    if asked.precision is not None or isinstance(q, Quantized):
-        refuse_functions(*asked.functions)
-        calls = quantized_calls().calls(tensors, asked, None)
-        place = q.q.device if isinstance(q, Quantized) else q.device
-        return explained(
-            backend,
-            place,
-            calls,
-            ("rounding to 8 bits", lambda: quantized_calls().rounding_builds(tensors, asked, place)),
-        )
-    options = options_of(tensors, asked)
-    given = autocast(tensors, q.device.type)
-    problem = Problem.of(given, options)
-    if problem.varlen and problem.device_type == "cpu":
-        check_values(problem, tensors)
-    return explained(backend, q.device, [(problem, given, None)])
+    with _placed(gpu, device) as place:
+        return explained(keywords.get("backend"), *_runs("explain", (q, k, v), keywords, place))
+
+
+# The kernels before a call's own: what they are for, their backend and direction in ``BuildTime``, and their builds.
+_Before = tuple[str, tuple[str, str], Callable[[], list[Build]]]
 
 
 def explained(
     backend: str | None,
     device: torch.device,
     calls: Sequence[tuple[Problem, Any, Direction | None]],
-    before: tuple[str, Callable[[], list[Build]]] = ("", list),
+    before: _Before = ("", ("", ""), list),
 ) -> str:
-    """What is said of calls on a device, each with its tensors, of all its directions or of one.
-
-    ``before`` is what kernels that run first are for, and makes their builds.
-    """
+    """What is said of calls on a device, or on ``AHEAD``'s, each with its tensors and in all directions or one."""
     if device.type == "meta":
         of_calls = (dispatch.describe_problem(problem) for problem, *_ in calls)
         return "\n".join(f"{said}\nno backend: a call makes results of the right shapes alone" for said in of_calls)
@@ -93,13 +97,14 @@ def explained(
         return "\n".join(dispatch.explain(problem, backend, only) for problem, _, only in calls)
     from flashtile.backends.gpu.build import used  # what few programs need is not loaded by all
 
-    with torch.cuda.device(device):
-        said = [f"{before[0]}:", *map(dispatch.line_of, made)] if (made := before[1]()) else []
+    is_here = AHEAD.get() is None
+    with torch.cuda.device(device) if is_here else nullcontext():
+        said = [f"{before[0]}:", *map(dispatch.line_of, made)] if (made := before[2]()) else []
         said += [
             dispatch.explain(problem, backend, only, _with_state(without_data(tensors), problem))
             for problem, tensors, only in calls
         ]
-    return "\n".join(filter(None, (*said, used())))
+    return "\n".join(filter(None, (*said, used() if is_here else "")))
 
 
 def over_cache(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTensors, CacheOptions]:
@@ -132,7 +137,8 @@ def _as_given(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTe
             raise InvalidInputError(name, "is given, but a call over a cache has none")
     for name in ("k_cache", "v_cache", "cache_seqlens"):
         if cached.get(name) is None:
-            raise InvalidInputError(name, f"is None, but {next(iter(cached))} is given")
+            hint = f": {_BY_NAME.format('explain')}" if name == "k_cache" and t.v is not None else ""
+            raise InvalidInputError(name, f"is None, but {next(iter(cached))} is given{hint}")
     others = (
         *asked.lengths, plain.softmax_scale, plain.softcap, cached.get("rotary_interleaved", False), plain.backend,
         plain.attention_chunk, plain.mirrored, plain.return_max_scores, plain.batch_invariant,
@@ -147,6 +153,68 @@ def _as_given(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTe
     return completed(made), options, Selected(cached.get("selected"), cached.get("selected_slots"))
 
 
+_Given = tuple[Tensor | Quantized, Tensor | None, Tensor | None]
+
+
+def _runs(
+    function: str, given: _Given, keywords: AnyCall, place: torch.device | None, backward: bool | None = None
+) -> tuple[torch.device, Sequence[tuple[Problem, Any, Direction | None]], _Before]:
+    """Where a call runs, what it runs, each with its tensors and in all directions or one, and the kernels before.
+
+    place is where it would run, of tensors without data; None is where its tensors are, and on a CPU their values are
+    then checked. backward is as for ``warm_up``; None takes the gradients that the tensors require.
+    """
+    tensors, asked, cached = asked_of(function, given, keywords)
+    where: dict[str, Any] = {}
+    if place is not None:
+        where = {"device_type": place.type, "compute_capability": compute_capability(place)}
+    if cached:
+        over, settings = over_cache(tensors, asked, cached)
+        over = over if place is None else without_data(over)
+        problem = cached_problem.problem_of(over, settings).but(**where)
+        if place is None and problem.device_type == "cpu":
+            cached_problem.check_values(problem, over)
+        at = place or over.q.device
+        finding = ("rows of selected keys", ("portable", "decode"), lambda: _finding_builds(tensors, asked, cached, at))
+        return at, [(problem, over, "decode")], finding
+    q: Any = given[0]
+    if asked.precision is not None or isinstance(q, Quantized):
+        refuse_functions(*asked.functions)
+        calls = quantized_calls().calls(tensors, asked, place, backward)
+        at = place or (q.q if isinstance(q, Quantized) else q).device
+        rounding = lambda: quantized_calls().rounding_builds(tensors, asked, at)  # noqa: E731
+        return at, calls, ("rounding to 8 bits", ("quantization", "quantize"), rounding)
+    options = options_of(tensors, asked)
+    if backward is not None:
+        options = wanting(tensors, options, backward)
+    at = place or q.device
+    shapes = autocast(tensors if place is None else without_data(tensors), at.type)
+    if place is not None:
+        where["gpu"] = gpu_name(place) if AHEAD.get() is None else ""
+    problem = Problem.of(shapes, options).but(**where)
+    if place is None and problem.varlen and problem.device_type == "cpu":
+        check_values(problem, tensors)
+    return at, [(problem, shapes, None)], ("", ("", ""), list)
+
+
+@contextmanager
+def _placed(gpu: str | None, device: torch.device | str | None) -> Iterator[torch.device | None]:
+    """Where a call would run, None if nothing says so; within, kernels are for the GPU that is named."""
+    place = None if device is None else _device(device)
+    if gpu is None:
+        if AHEAD.get() is None and place is not None and place.type == "cuda" and not torch.cuda.is_available():
+            raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")
+        yield place
+        return
+    if place not in (None, torch.device("cuda")):
+        raise InvalidInputError("gpu", f"is given, but goes with device='cuda' alone, which is {shown(device)}")
+    token = AHEAD.set(gpu_of(gpu))
+    try:
+        yield torch.device("cuda")
+    finally:
+        AHEAD.reset(token)
+
+
 @dataclasses.dataclass(frozen=True)
 class BuildTime:
     """The build time of one kernel: backend, direction, kernel, and seconds to build it or find it built."""
@@ -157,9 +225,7 @@ class BuildTime:
     seconds: float
 
 
-_Given = tuple[Tensor | Quantized, Tensor | None, Tensor | None]
-
-
+@_caches_by_name
 def warm_up(
     q: Tensor | Quantized,
     k: Tensor | None = None,
@@ -180,9 +246,9 @@ def warm_up(
     or for all if none does; its dout is assumed contiguous. A call over a cache has none; with k and v what appends is
     built.
 
-    gpu names an architecture, ``"sm_90"`` or ``"gfx942"``, to build for on a machine that need not have one, as where a
-    container image is made. What is built lies in Triton's cache alone, the folder ``TRITON_CACHE_DIR``, and is found
-    there by the same releases of Triton and of this package at the same path.
+    gpu names a GPU, ``"H100"``, or an architecture, ``"sm_90"``, ``"9.0"`` or ``"gfx942"``, to build for on a machine
+    that need not have one, as where a container image is made. What is built lies in Triton's cache alone, the folder
+    ``TRITON_CACHE_DIR``, and is found there by the same releases of Triton and of this package at the same path.
 
     into names an archive, ``"kernels.ftk"``, to which the kernels are added, for ``gpu`` or else the GPU that is here.
     A process with ``FLASHTILE_KERNELS`` set to its path loads them in milliseconds and needs no Triton for them.
@@ -201,50 +267,17 @@ def warm_up(
             raise InvalidInputError("into", "is given, but there is no NVIDIA GPU here: name one with gpu='sm_90'")
         with ahead.into(into):
             return warm_up(q, k, v, device=device, backward=backward, gpu=gpu or f"sm_{major}{minor}", **keywords)
-    if gpu is not None:
-        if _device(device) != torch.device("cuda"):
-            raise InvalidInputError("gpu", f"is given, but goes with device='cuda' alone, which is {shown(device)}")
-        token = AHEAD.set(gpu_of(gpu))
-        try:
-            return _warm_up((q, k, v), device, backward, keywords)
-        finally:
-            AHEAD.reset(token)
-    return _warm_up((q, k, v), device, backward, keywords)
-
-
-def _warm_up(given: _Given, device: torch.device | str, backward: bool, keywords: AnyCall) -> list[BuildTime]:
-    q, gpu = given[0], AHEAD.get()
-    tensors, asked, cached = asked_of("warm_up", given, keywords)
-    place, backward = _device(device), flag("backward", backward)
-    if gpu is None and place.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInputError("device", f"is {place}, but torch finds no GPU here")
-    where = {"device_type": place.type, "compute_capability": compute_capability(place)}
-    in_8_bits = asked.precision is not None or isinstance(q, Quantized)
-    calls: list[tuple[Problem, Any, Direction]]
-    if cached:
-        over, settings = over_cache(tensors, asked, cached)
-        over = without_data(over)
-        calls = [(cached_problem.problem_of(over, settings).but(**where), over, "decode")]
-    elif in_8_bits:
-        refuse_functions(*asked.functions)
-        calls = quantized_calls().calls(tensors, asked, place, backward)
-    else:
-        options = wanting(tensors, options_of(tensors, asked), backward)
-        shapes = autocast(without_data(tensors), place.type)
-        problem = Problem.of(shapes, options).but(**where, gpu=gpu_name(place) if gpu is None else "")
-        shapes = _with_state(shapes, problem)
-        calls = [(problem, shapes, direction) for direction in directions_of(problem)]
     wanted: list[tuple[str, str, Build]] = []
-    with torch.cuda.device(place) if gpu is None and place.type == "cuda" else nullcontext():
-        if in_8_bits and not cached:
-            rounding = quantized_calls().rounding_builds(tensors, asked, place)
-            wanted += [("quantization", "quantize", build) for build in rounding]
-        if cached:
-            wanted += [("portable", "decode", build) for build in _finding_builds(tensors, asked, cached, place)]
-        for problem, described, direction in calls:
-            chosen = dispatch.select(problem, direction, keywords.get("backend"))
-            builds = dispatch.builds(chosen, problem, direction, described)
-            wanted += [(chosen.name, direction, build) for build in builds]
+    with _placed(gpu, device):
+        place, calls, before = _runs("warm_up", (q, k, v), keywords, _device(device), flag("backward", backward))
+        with torch.cuda.device(place) if AHEAD.get() is None and place.type == "cuda" else nullcontext():
+            wanted += [(*before[1], build) for build in before[2]()]
+            for problem, tensors, only in calls:
+                shapes = _with_state(tensors, problem)
+                for direction in directions_of(problem) if only is None else (only,):
+                    chosen = dispatch.select(problem, direction, keywords.get("backend"))
+                    builds = dispatch.builds(chosen, problem, direction, shapes)
+                    wanted += [(chosen.name, direction, build) for build in builds]
     # Compilers run in their own processes, so threads are enough to build kernels in parallel.
     with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as pool:
         return list(pool.map(_make, wanted))

@@ -389,18 +389,28 @@ class Gpu:
         return divmod(self.arch, 10) if isinstance(self.arch, int) else None
 
 
+# What GPUs are called -> their architecture.
+_ARCHS = {
+    "A100": "sm_80", "A800": "sm_80", "A10": "sm_86", "A40": "sm_86", "RTX3090": "sm_86", "L4": "sm_89", "L40": "sm_89",
+    "L40S": "sm_89", "RTX4090": "sm_89", "H20": "sm_90", "H100": "sm_90", "H200": "sm_90", "GH200": "sm_90",
+    "H800": "sm_90", "B200": "sm_100", "GB200": "sm_100", "RTX5090": "sm_120", "MI300X": "gfx942", "MI325X": "gfx942",
+    "MI350X": "gfx950", "MI355X": "gfx950",
+}  # fmt: skip
+
+
 def gpu_of(name: object) -> Gpu:
-    """The GPU of an architecture's name.
+    """The GPU of a name, of an architecture's, or of a compute capability.
 
     Raises:
         InvalidInputError: It is not one.
     """
     text = name if isinstance(name, str) else ""
-    if found := re.fullmatch(r"sm_?(\d{2,3})a?", text):
-        return Gpu("cuda", int(found[1]), 32)
+    text = _ARCHS.get(text.upper().replace(" ", ""), text)
+    if found := re.fullmatch(r"sm_?(\d{2,3})a?", text) or re.fullmatch(r"(\d{1,2}\.\d)", text):
+        return Gpu("cuda", int(found[1].replace(".", "")), 32)
     if re.fullmatch(r"gfx[0-9a-f]{3,4}", text):
         return Gpu("hip", text, 64 if text.startswith("gfx9") else 32)
-    raise InvalidInputError("gpu", f"is {shown(name)}, must be an architecture, like 'sm_90' or 'gfx942'")
+    raise InvalidInputError("gpu", f"is {shown(name)}, must be a GPU, like 'H100', 'sm_90', '9.0' or 'gfx942'")
 
 
 # The GPU that is built for in place of the one that is here.

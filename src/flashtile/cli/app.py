@@ -25,7 +25,8 @@ app.command(
         "Examples",
         "flashtile explain --seqlen 8192 --causal --grad",
         "flashtile explain --seqlen 32768 --window 256 0 --kv-heads 4",
-        "flashtile explain --arch 9.0 --dtype bfloat16 --softcap 30 --grad",
+        "flashtile explain --gpu H100 --dtype bfloat16 --softcap 30 --grad",
+        "flashtile explain --gpu H100 --seqlen-q 1 --seqlen-k 32768 --page-size 64 --cache-dtype float8_e4m3fn",
     ),
 )(explain.explain)
 app.command(

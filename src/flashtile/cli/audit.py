@@ -44,7 +44,12 @@ def audit(
     Inputs are a tensor, a tuple of arguments, or a dict of keywords. The exit code is 1 if something is wrong, or if
     nothing could be compared.
     """
-    made = _function(where)()
+    make = function_of(where)
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise InvalidInputError(where, f"is called without arguments: {error}") from None
+    made = make()
     if not isinstance(made, tuple) or len(made) != 2:
         raise InvalidInputError(where, f"returned a {type(made).__name__}, must return (model, inputs)")
     try:
@@ -59,27 +64,23 @@ def audit(
         raise typer.Exit(1)
 
 
-def _function(where: str) -> Callable[[], Any]:
-    """The function that ``PLACE:FUNCTION`` names."""
+def function_of(where: str, option: str = "PLACE:FUNCTION") -> Callable[..., Any]:
+    """The function that an option's ``PLACE:FUNCTION`` names."""
     place, _, name = where.rpartition(":")
     if not place or not name.isidentifier():
-        raise InvalidInputError("PLACE:FUNCTION", f"is {where!r}, must be such as model.py:make or package.module:make")
+        raise InvalidInputError(option, f"is {where!r}, must be such as model.py:make or package.module:make")
     is_file = place.endswith(".py")
     sys.path.insert(0, str(Path(place).resolve().parent if is_file else Path.cwd()))
     if is_file and not Path(place).is_file():
-        raise InvalidInputError("PLACE:FUNCTION", f"there is no file {place}")
+        raise InvalidInputError(option, f"there is no file {place}")
     try:
         found = runpy.run_path(place) if is_file else vars(importlib.import_module(place))
     except ModuleNotFoundError as error:
         # What the module itself lacks is its own affair.
         if error.name != place:
             raise
-        raise InvalidInputError("PLACE:FUNCTION", f"there is no module {place}") from None
+        raise InvalidInputError(option, f"there is no module {place}") from None
     if not callable(found.get(name)):
-        raise InvalidInputError("PLACE:FUNCTION", f"{place} has no function {name}")
-    function: Callable[[], Any] = found[name]
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise InvalidInputError(where, f"is called without arguments: {error}") from None
+        raise InvalidInputError(option, f"{place} has no function {name}")
+    function: Callable[..., Any] = found[name]
     return function

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated
+import enum
+import functools
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from flashtile.backends.gpu.described import described_tensors
-from flashtile.call.arguments import Tensors, band_of, checked
-from flashtile.call.backend import Direction, directions_of
-from flashtile.call.problem import AHEAD, Problem, described, gpu_name, gpu_of
+import flashtile
+from flashtile.cli.audit import function_of
 from flashtile.cli.options import MOST, DeviceType, DtypeName
-from flashtile.core import settings
-from flashtile.core.errors import InvalidInputError, UnsupportedError
-from flashtile.ops import dispatch
+from flashtile.core.errors import InvalidInputError
 
-# Flags with other names than the arguments of ``attention``.
-_FLAGS = {"window_size": "--window", "softcap": "--softcap", "dropout_p": "--dropout", "backend": "--backend"}
+# Flags with other names than the arguments of ``flashtile.explain``.
+_FLAGS = {
+    "window_size": "--window", "softcap": "--softcap", "dropout_p": "--dropout", "backend": "--backend",
+    "gpu": "--arch", "attn_mask": "--mask", "attn_bias": "--bias", "alibi_slopes": "--alibi", "precision": "--fp8",
+    "deterministic": "--deterministic", "score_mod": "--score-mod", "mask_mod": "--mask-mod",
+}  # fmt: skip
 
 Length = Annotated[int, typer.Option(min=1, max=MOST, help="Length of queries and keys, unless given apart.")]
 OtherLength = Annotated[int | None, typer.Option(min=1, max=MOST, help="As --seqlen if left out.", show_default=False)]
 Size = Annotated[int, typer.Option(min=1, max=MOST)]
+# The dtypes of a cache in 8 bits.
+CacheDtype = enum.StrEnum("CacheDtype", ["float8_e4m3fn", "float8_e5m2"])
 
 
 def explain(
@@ -53,6 +56,17 @@ def explain(
     varlen: Annotated[
         bool, typer.Option("--varlen", help="Packed sequences; lengths are those of the longest.")
     ] = False,
+    score_mod: Annotated[
+        str | None, typer.Option(metavar="PLACE:FUNCTION", help="A function, as model.py:bend.")
+    ] = None,
+    mask_mod: Annotated[str | None, typer.Option(metavar="PLACE:FUNCTION", help="Likewise.")] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Keys in a cache with room for --seqlen-k (attention_with_kvcache).")
+    ] = False,
+    page_size: Annotated[int, typer.Option(min=0, max=MOST, help="Rows of a page of the cache; 0 for none.")] = 0,
+    cache_dtype: Annotated[CacheDtype | None, typer.Option(help="A cache in 8 bits.", show_default=False)] = None,
+    append: Annotated[bool, typer.Option("--append", help="As many new keys as queries go into the cache.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help='With precision="fp8".')] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="A repeatable backward.")] = False,
     grad: Annotated[
         bool, typer.Option("--grad", help="Inputs that require gradients: explain the backward too.")
@@ -60,103 +74,86 @@ def explain(
     backend: Annotated[str | None, typer.Option(help="This backend and no other.")] = None,
     device: Annotated[DeviceType, typer.Option(help="auto is the GPU where there is one.")] = DeviceType.auto,
     arch: Annotated[
-        str | None, typer.Option(metavar="MAJOR.MINOR", help="Explain for an NVIDIA GPU of this compute capability.")
+        str | None,
+        typer.Option(
+            "--arch", "--gpu", metavar="GPU", help="Explain for a GPU that need not be here: H100, 9.0, sm_90, gfx942."
+        ),
     ] = None,
 ) -> None:
     """Which backend and tiles a call would run with, and why not the others.
 
     Nothing is computed and no memory is taken, so any size may be asked for, and with --arch a GPU that is not here.
     """
-    device_type, capability = _device(device, arch)
-    default_dtype = DtypeName.float32 if device_type == "cpu" else DtypeName.bfloat16
-    try:
-        plain, band = checked(softcap=softcap, dropout_p=dropout, backend=backend), band_of(causal, window)
-    except InvalidInputError as error:
-        raise error.renamed(_FLAGS) from None
+    place = _device(device, arch)
+    name = dtype or (DtypeName.float32 if place == "cpu" else DtypeName.bfloat16)
     kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise InvalidInputError("--heads", f"is {heads}, must be a multiple of --kv-heads {kv_heads}")
-    problem = described(
-        device_type=device_type,
-        compute_capability=capability,
-        gpu=gpu_name(torch.device(device_type)) if arch is None else "",
-        dtype=getattr(torch, (dtype or default_dtype).value),
-        batch=batch,
-        seqlen_q=seqlen_q or seqlen,
-        seqlen_k=seqlen_k or seqlen,
-        num_heads_q=heads,
-        num_heads_kv=kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v or head_dim,
-        band=band,
-        softmax_scale=head_dim**-0.5,
-        softcap=plain["softcap"],
-        alibi=alibi,
-        mask=mask,
-        bias_dtype=torch.float32 if bias else None,
-        bias_grad=bias and grad,
-        sinks=sinks,
-        dropout_p=plain["dropout_p"],
-        varlen=varlen,
-        deterministic=deterministic,
-        needs_grad=grad,
-    )
-    typer.echo(_explained(problem, backend, arch))
-
-
-def _explained(problem: Problem, backend: str | None, arch: str | None) -> str:
-    if problem.device_type == "cpu":
-        return dispatch.explain(problem, backend)
-    shapes = described_tensors(problem)
-    if arch is None:
-        return dispatch.explain(problem, backend, shapes=shapes)
-    token = AHEAD.set(gpu_of(f"sm_{arch.replace('.', '')}"))
+    rows, keys, dim_v = seqlen_q or seqlen, seqlen_k or seqlen, head_dim_v or head_dim
+    empty = functools.partial(_empty, getattr(torch, name.value))
+    words = functools.partial(_empty, torch.int32)
+    sizes = functools.partial(_rows, batch, packed=varlen)
+    over_cache = cache or page_size > 0
+    if not over_cache and (cache_dtype or append):
+        raise InvalidInputError("--cache-dtype" if cache_dtype else "--append", "is given, but goes with --cache")
+    q = empty(*sizes(rows), heads, head_dim, grad=grad)
+    given: dict[str, Any] = {
+        "causal": causal, "window_size": window, "softcap": softcap, "backend": backend, "gpu": arch, "device": place,
+        "alibi_slopes": _empty(torch.float32, heads) if alibi else None,
+        "sinks": _empty(torch.float32, heads) if sinks else None,
+        "attn_mask": _empty(torch.bool, batch, heads, rows, keys) if mask else None,
+        "attn_bias": _empty(torch.float32, 1, heads, rows, keys, grad=grad) if bias else None,
+        "score_mod": score_mod and function_of(score_mod, "--score-mod"),
+        "mask_mod": mask_mod and function_of(mask_mod, "--mask-mod"),
+        "dropout_p": dropout, "deterministic": deterministic, "precision": "fp8" if fp8 else None,
+    }  # fmt: skip
+    bounds = words(batch + 1) if varlen else None
+    if over_cache:
+        held = functools.partial(_empty, getattr(torch, cache_dtype.value if cache_dtype else name.value))
+        pages = -(-keys // page_size) if page_size else 1
+        shape = (batch * pages, page_size or keys, kv_heads)
+        given |= {
+            "k_cache": held(*shape, head_dim), "v_cache": held(*shape, dim_v), "cache_seqlens": words(batch),
+            "page_table": words(batch, pages) if page_size else None, "cu_seqlens_q": bounds,
+            "max_seqlen_q": rows if varlen else None,
+        }  # fmt: skip
+        if cache_dtype:
+            given |= {each: _empty(torch.float32, kv_heads) for each in ("k_scale", "v_scale")}
+        if append:
+            given |= {"k": empty(*sizes(rows), kv_heads, head_dim), "v": empty(*sizes(rows), kv_heads, dim_v)}
+    else:
+        given |= {each: empty(*sizes(keys), kv_heads, dim, grad=grad) for each, dim in (("k", head_dim), ("v", dim_v))}
+        if varlen:
+            given |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": rows, "max_seqlen_k": keys}
     try:
-        return _explain_elsewhere(problem, backend, shapes)
-    finally:
-        AHEAD.reset(token)
+        typer.echo(flashtile.explain(q, **given))
+    except InvalidInputError as error:
+        raise error.renamed(_FLAGS) from None
 
 
-def _device(device: DeviceType, arch: str | None) -> tuple[str, tuple[int, int] | None]:
-    """The device type and, for an NVIDIA GPU, its compute capability: from --arch, or the machine's."""
+def _rows(batch: int, length: int, *, packed: bool) -> tuple[int, ...]:
+    return (batch * length,) if packed else (batch, length)
+
+
+def _empty(dtype: torch.dtype, *shape: int, grad: bool = False) -> torch.Tensor:
+    """A tensor without memory."""
+    try:
+        return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
+    except RuntimeError as error:
+        sizes = " x ".join(map(str, shape))
+        raise InvalidInputError("--seqlen", f"makes a tensor of {sizes} elements, more than PyTorch counts") from error
+
+
+def _device(device: DeviceType, arch: str | None) -> str:
+    """The device's type: of a GPU elsewhere, or this machine's."""
     if arch is not None:
-        found = re.fullmatch(r"(\d{1,3})\.(\d)", arch)
-        if found is None:
-            raise InvalidInputError("--arch", f"is {arch!r}, must be a compute capability such as 9.0")
         if device == DeviceType.cpu:
             raise InvalidInputError("--arch", "names a GPU, but --device is cpu")
-        return "cuda", (int(found[1]), int(found[2]))
+        return "cuda"
     if device == DeviceType.cpu or (device == DeviceType.auto and not torch.cuda.is_available()):
-        return "cpu", None
+        return "cpu"
     if not torch.cuda.is_available():
         raise InvalidInputError(
             "--device", "is cuda, but torch finds no GPU here; --arch 9.0 explains for one elsewhere"
         )
-    return "cuda", None if torch.version.hip else torch.cuda.get_device_capability()
-
-
-def _explain_elsewhere(problem: Problem, name: str | None, shapes: Tensors) -> str:
-    """Like ``dispatch.explain``, but ignores what this machine lacks, because the call would run on another machine."""
-    name = name or settings.BACKEND.get() or None
-    assert problem.compute_capability is not None
-    major, minor = problem.compute_capability
-    lines = [f"{dispatch.describe_problem(problem)}, compute capability {major}.{minor}"]
-    for direction in directions_of(problem):
-        against = {each: _declared_reasons(each, problem, direction) for each in dispatch.NAMES}
-        chosen = next((each for each in ([name] if name else dispatch.NAMES) if not against[each]), None)
-        if chosen is None:
-            asked = {name: against[name]} if name else against
-            raise UnsupportedError(
-                f"{name or 'no backend'} {'cannot run' if name else 'supports'} this {direction}", asked
-            )
-        lines.append(f"{direction}: {chosen}: {dispatch.backend(chosen).describe(problem, direction)}")
-        lines += dispatch.kernels(dispatch.backend(chosen), problem, direction, shapes)
-        for each, why in against.items():
-            if each != chosen:
-                lines.append(f"  not {each}: {'; '.join(why) or f'could run it too, but {chosen} was taken'}")
-    return "\n".join(lines)
-
-
-def _declared_reasons(name: str, problem: Problem, direction: Direction) -> list[str]:
-    capabilities = dispatch.backend(name).capabilities(direction)
-    return [f"has no {direction}"] if capabilities is None else capabilities.reasons(problem)
+    return "cuda"

@@ -20,7 +20,7 @@ from flashtile.call.backend import (
     asked_for,
     directions_of,
 )
-from flashtile.call.problem import TINY, Problem
+from flashtile.call.problem import AHEAD, TINY, Problem
 from flashtile.core import settings
 from flashtile.core.errors import InvalidInputError, UnsupportedError
 
@@ -158,6 +158,8 @@ def explain(problem: Problem, name: str | None = None, only: Direction | None = 
     With ``shapes``, the call's tensors on the meta device, also where each kernel of the current GPU comes from.
     """
     lines = [describe_problem(problem)]
+    if problem.device_type == "cuda" and (gpu := AHEAD.get()) is not None:
+        lines[0] += f", compute capability {'{}.{}'.format(*gpu.capability)}" if gpu.capability else f", {gpu.arch}"
     for direction in directions_of(problem) if only is None else (only,):
         chosen = select(problem, direction, name)
         parts = [f"{b.name}: {b.describe(p, direction)}" for b, p in shares(chosen, problem, direction)]

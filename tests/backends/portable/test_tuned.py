@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
@@ -119,11 +120,14 @@ def test_explain_names_the_file(
     tuned.write(place, [_entry(problem), _entry(problem, "dq")])
     assert BACKEND.describe(problem, "forward") == f"Triton, tiles 32x128, 8 warps, 2 stages, TMA, tuned ({place})"
     assert BACKEND.describe(problem, "backward").count(f"tuned ({place})") == 1
-    from flashtile.cli import explain, main
+    from flashtile.api import prepare
+    from flashtile.cli import main
 
     # The command on a machine with that GPU; one that is named by its capability has no tuned tiles.
-    monkeypatch.setattr(explain, "_device", lambda *_: ("cuda", (9, 0)))
-    monkeypatch.setattr(explain, "gpu_name", lambda device: "GPU 1")
+    monkeypatch.setattr(prepare, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(prepare, "gpu_name", lambda device: "GPU 1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(dispatch, "reasons", lambda *_: [])
     asked = ["explain", "--causal", "--dtype", "bfloat16", "--backend", "portable"]

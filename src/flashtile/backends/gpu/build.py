@@ -95,8 +95,11 @@ def find_build(launch: Launch, device: int, key: tuple[Any, ...] | None = None) 
 
 
 def missing(*, gluon: bool = False) -> str | None:
-    """Why kernels, of Triton or of Gluon, can neither be compiled nor come from an archive; None if they can."""
-    return None if archive.archives() else _no_compiler(gluon)
+    """Why kernels, of Triton or of Gluon, can neither be compiled nor come from an archive; None if they can.
+
+    Where another machine's GPU is spoken of, this one lacks nothing.
+    """
+    return None if archive.archives() or AHEAD.get() is not None else _no_compiler(gluon)
 
 
 @functools.cache
@@ -313,6 +316,8 @@ def builds(launches: Mapping[str, Launch]) -> list[base.Build]:
 
 
 def _make_ahead(launch: Launch, gpu: Gpu, recorder: Any) -> None:
+    if why := _no_compiler(gluon=False):
+        raise UnsupportedError(f"to compile the kernel {launch.kernel.__name__} {why}")
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
