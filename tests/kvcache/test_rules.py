@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -9,6 +11,9 @@ import torch
 
 import flashtile
 from flashtile import InvalidInputError, UnsupportedError, masks, mods
+from flashtile.call import cached_problem
+from flashtile.call.backend import FEATURES
+from flashtile.ops import dispatch
 from tests.kvcache.alone import invariance_cases, judge_alone
 from tests.kvcache.cases import CASES, CacheCase, build, judge
 from tests.kvcache.functions import HUGE, KINDS, LENGTHS, error, huge_error
@@ -117,6 +122,32 @@ def test_backends_of_a_gpu() -> None:
     assert not none and none.backend is None and all(none.reasons.values())
 
 
+# What is no argument by itself: sizes, layouts, and what every cached call may have.
+_BY_SIZE = {"grouped_heads", "unaligned", "varlen", "pages", "head_dim_v", "float8_cache", "float8_rows"}
+
+
+def test_besides_has_every_feature_of_a_call_over_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    select = dispatch.select
+
+    def noted(problem: Any, *more: Any) -> Any:
+        seen.append(problem)
+        return select(problem, *more)
+
+    monkeypatch.setattr(dispatch, "select", noted)
+    named = "window_size attention_chunk softcap alibi_slopes sinks causal tree_mask k slot_mapping rotary_cos qv"
+    more = "cache_leftpad block_mask score_mod mask_mod batch_invariant return_max_scores selected"
+    for each in f"{named} {more}".split(" "):
+        assert flashtile.supports(64, dtype=torch.float32, page_size=16, besides=[each], device="cpu"), each
+    assert flashtile.supports(64, dtype=torch.float32, page_size=16, besides=["page_indptr"], device="cpu")
+    for each in ("cache_batch_idx", "selected_slots"):
+        assert flashtile.supports(64, dtype=torch.float32, besides=[each], device="cpu")
+    wanted = {f.name for f in FEATURES if "decode" in f.directions} - _BY_SIZE
+    assert {f.name for f in FEATURES if any(f.used(p) for p in seen)} >= wanted
+    masked = flashtile.supports(64, page_size=16, besides=["block_mask"], compute_capability=(9, 0))
+    assert masked.backend == "portable" and "interval masks" in masked.reasons["hopper"][0]
+
+
 @pytest.mark.parametrize("page_size", [0, 5])
 @pytest.mark.parametrize("cache_dtype", [None, E4M3], ids=str)
 @pytest.mark.parametrize("head_dim", [1, 24, 64, 2048])
@@ -154,3 +185,20 @@ def test_what_is_wrong_is_named(argument: str, given: dict[str, Any]) -> None:
 def test_a_gpu_that_is_not_there() -> None:
     with pytest.raises(InvalidInputError, match="compute_capability: is None, but torch finds no GPU here"):
         flashtile.supports(64)
+
+
+def test_a_cache_of_8_bits_without_scales_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached_problem, "_warned", False)
+    q, cache = torch.ones(1, 1, 1, 16), torch.ones(1, 8, 1, 16)
+    for kind, scales, shown in (
+        (torch.float8_e5m2, {}, ""),
+        (E4M3, {"k_scale": 1.0, "v_scale": 1.0}, ""),
+        (E4M3, {"k_scale": 1.0}, "without v_scale is .*give v_scale=1.0$"),
+        (E4M3, {}, ""),
+    ):
+        held = cache.to(kind)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            flashtile.explain(q, k_cache=held, v_cache=held.clone(), cache_seqlens=8, **scales)
+        assert len(caught) == bool(shown)
+        assert not shown or re.search(shown, str(caught[0].message))

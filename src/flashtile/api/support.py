@@ -12,8 +12,10 @@ from flashtile.api.keywords import asked_of
 from flashtile.api.prepare import over_cache
 from flashtile.call import cached_problem
 from flashtile.call.arguments import integer
+from flashtile.call.cached_arguments import EIGHT_BITS
 from flashtile.call.problem import compute_capability as capability_of
 from flashtile.core.errors import InvalidInputError, UnsupportedError, shown
+from flashtile.masks import Intervals
 from flashtile.ops import dispatch
 
 
@@ -30,6 +32,14 @@ class Support(NamedTuple):
 
     def __bool__(self) -> bool:
         return self.backend is not None
+
+
+def _any_scores(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * 0.5
+
+
+def _any_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx % 2 == 0
 
 
 def supports(
@@ -51,8 +61,10 @@ def supports(
         dtype: The queries' dtype.
         cache_dtype: The cache's dtype, dtype by default.
         page_size: Rows of a page; 0 for a cache without pages.
-        besides: What else the calls have, of "window_size", "attention_chunk", "softcap", "alibi_slopes", "sinks",
-            "causal" (by sequence), "tree_mask", "slot_mapping", "batch_invariant" and "selected".
+        besides: What else the calls have, by the names of ``attention_with_kvcache``'s arguments: "window_size",
+            "attention_chunk", "softcap", "alibi_slopes", "sinks", "causal" (by sequence), "tree_mask", "k" (new keys),
+            "slot_mapping", "rotary_cos", "qv", "cache_leftpad", "cache_batch_idx", "page_indptr", "block_mask",
+            "score_mod", "mask_mod", "batch_invariant", "return_max_scores", "selected" and "selected_slots".
         device: Where they would run.
         compute_capability: The GPU's, such as ``(9, 0)``; by default ``device``'s.
 
@@ -63,11 +75,23 @@ def supports(
         InvalidInputError: A ValueError that names the argument.
     """
     empty, index = functools.partial(torch.empty, device="meta"), torch.int32
-    slopes, words = empty(1, dtype=torch.float32), empty(1, 1, dtype=torch.int64)
-    known: dict[str, Any] = {
-        "window_size": (1, 0), "attention_chunk": 1, "softcap": 1.0, "alibi_slopes": slopes, "sinks": slopes,
-        "causal": empty(1, dtype=torch.bool), "tree_mask": words, "slot_mapping": words[0], "batch_invariant": True,
-        "selected": empty(1, 1, dtype=index),
+    wide = head_dim if head_dim_v is None else head_dim_v
+    integer("head_dim", head_dim), integer("head_dim_v", wide)
+    slopes, one, words = empty(1, dtype=torch.float32), empty(1, dtype=index), empty(1, 1, dtype=torch.int64)
+    turns = empty(1, head_dim // 2, dtype=torch.float32)
+    new = {"k": empty(1, 1, head_dim, dtype=dtype), "v": empty(1, 1, wide, dtype=dtype)}
+    known: dict[str, dict[str, Any]] = {
+        "window_size": {"window_size": (1, 0)}, "attention_chunk": {"attention_chunk": 1}, "softcap": {"softcap": 1.0},
+        "alibi_slopes": {"alibi_slopes": slopes}, "sinks": {"sinks": slopes},
+        "causal": {"causal": empty(1, dtype=torch.bool)}, "tree_mask": {"tree_mask": words}, "k": new,
+        "slot_mapping": {**new, "slot_mapping": words[0]}, "batch_invariant": {"batch_invariant": True},
+        "rotary_cos": {**new, "rotary_cos": turns, "rotary_sin": turns}, "qv": {"qv": empty(1, 1, wide, dtype=dtype)},
+        "cache_leftpad": {"cache_leftpad": one}, "cache_batch_idx": {"cache_batch_idx": one},
+        "page_indptr": {"page_table": None, "page_indptr": empty(2, dtype=index), "page_indices": one},
+        "block_mask": {"block_mask": Intervals(empty(1, 1, 1, 2, dtype=index), None)},
+        "score_mod": {"score_mod": _any_scores}, "mask_mod": {"mask_mod": _any_mask},
+        "return_max_scores": {"return_max_scores": True}, "selected": {"selected": empty(1, 1, dtype=index)},
+        "selected_slots": {"selected_slots": empty(1, 1, dtype=index)},
     }  # fmt: skip
     unknown = [each for each in besides if each not in known]
     if unknown:
@@ -75,19 +99,18 @@ def supports(
     place = torch.device(device)
     if place.type == "cuda" and compute_capability is None and not torch.cuda.is_available():
         raise InvalidInputError("compute_capability", "is None, but torch finds no GPU here")
-    rows, wide = integer("page_size", page_size, 0) or 1, head_dim if head_dim_v is None else head_dim_v
-    integer("head_dim", head_dim), integer("head_dim_v", wide)
-    k_cache, v_cache, k, v = (
-        empty(*shape, dim, dtype=kind)
-        for shape, kind in (((1, rows, 1), cache_dtype or dtype), ((1, 1), dtype)) for dim in (head_dim, wide)
-    )  # fmt: skip
+    rows, kind = integer("page_size", page_size, 0) or 1, cache_dtype or dtype
     keywords: Any = {
-        "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": empty(1, dtype=index),
-        "cu_seqlens_q": empty(2, dtype=index), "page_table": empty(1, 1, dtype=index) if page_size else None,
-        **{each: known[each] for each in besides},
+        "k_cache": empty(1, rows, 1, head_dim, dtype=kind), "v_cache": empty(1, rows, 1, wide, dtype=kind),
+        "cache_seqlens": one, "cu_seqlens_q": empty(2, dtype=index),
+        "page_table": empty(1, 1, dtype=index) if page_size else None,
     }  # fmt: skip
-    new = (k, v) if "slot_mapping" in besides else (None, None)
-    tensors, options = over_cache(*asked_of("supports", (empty(1, 1, head_dim, dtype=dtype), *new), keywords))
+    if kind in EIGHT_BITS:
+        keywords |= {"k_scale": slopes, "v_scale": slopes}
+    for each in besides:
+        keywords |= known[each]
+    sides = (empty(1, 1, head_dim, dtype=dtype), keywords.pop("k", None), keywords.pop("v", None))
+    tensors, options = over_cache(*asked_of("supports", sides, keywords))
     problem = cached_problem.problem_of(tensors, options).but(
         device_type=place.type,
         compute_capability=capability_of(place) if compute_capability is None else tuple(compute_capability),

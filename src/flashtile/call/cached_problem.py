@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashtile.call.axes import Axes, checked_kinds, is_aligned, lengths_between, mod_keys, packed_lengths
@@ -80,6 +82,22 @@ def _with_qv(t: CacheTensors, o: CacheOptions, sizes: dict[str, int]) -> dict[st
     }
 
 
+_warned = False  # of 8 bits without scales, once in a process
+
+
+def _warn_of_scales(t: CacheTensors) -> None:
+    """Warns of a cache in e4m3 that lacks a scale: without one, new elements past 448 are cut off."""
+    global _warned
+    missing = [name for name in ("k_scale", "v_scale") if getattr(t, name) is None]
+    if missing and t.k_cache.dtype == torch.float8_e4m3fn and t.row_scale is None and not _warned:
+        _warned = True
+        names, given = " and ".join(missing), ", ".join(f"{name}=1.0" for name in missing)
+        warnings.warn(
+            f"a cache in float8_e4m3fn without {names} is read with scales of 1; if it is so, give {given}",
+            stacklevel=2,
+        )
+
+
 def _check_tensors(t: CacheTensors, o: CacheOptions) -> dict[str, int]:
     """Checks dtypes, devices, shapes and which go together; returns sizes by axis name."""
     found = checked_kinds(t, TENSORS)
@@ -100,6 +118,7 @@ def _check_tensors(t: CacheTensors, o: CacheOptions) -> dict[str, int]:
     axes.check_heads()
     axes.bind_all(found)
     _check_sizes(t, axes.sizes)
+    _warn_of_scales(t)
     if t.tree_mask is not None:
         _check_trees(t, o, axes.sizes)
     return axes.sizes
