@@ -10,7 +10,8 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from typing import get_overloads
+from dataclasses import replace
+from typing import Any, get_overloads
 
 import pytest
 import torch
@@ -230,7 +231,8 @@ def test_tensors_that_are_subclasses_are_tensors(kind: Callable[[torch.Tensor], 
     torch.testing.assert_close(torch.Tensor(got.detach()), flashtile.attention(Q, K, K, attn_bias=bias))
 
 
-WRONG_SETTINGS = [("FLASHTILE_BACKEND", "trition"), ("FLASHTILE_CHECK", "ture"), ("FLASHTILE_LAUNCHER", "driver")]
+WRONG_SETTINGS = [("FLASHTILE_BACKEND", "trition"), ("FLASHTILE_CHECK", "ture"), ("FLASHTILE_LAUNCHER", "driver"),
+                  ("FLASHTILE_STRICT", "strict")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG_SETTINGS)
@@ -362,3 +364,46 @@ def test_explain_answers_for_meta_tensors_as_the_call_does() -> None:
     for run in (flashtile.attention, flashtile.explain):
         with pytest.raises(InvalidInputError, match="^k: "):
             run(meta, meta[..., :4], meta)
+
+
+def test_a_slower_backend_is_refused_or_warned_of_if_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = dispatch.backend("cpu").capabilities("forward")
+    assert whole is not None
+    lacking = replace(whole, features=whole.features - {"softcap"})
+    hopper: Any = type(dispatch.backend("hopper"))
+    own = hopper.capabilities
+
+    def capabilities(self: Any, direction: Any) -> Any:
+        return lacking if self.name == "hopper" else own(self, direction)
+
+    monkeypatch.setattr(hopper, "capabilities", capabilities)
+    monkeypatch.setattr(hopper, "missing", lambda self: None)
+    want = flashtile.attention(Q, K, K, softcap=5.0)
+    for strict in ("1", "on", "warn", "0"):
+        monkeypatch.setenv("FLASHTILE_STRICT", strict)
+        with plans.own_plans(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if strict in ("1", "on"):
+                with pytest.raises(UnsupportedError, match="^cpu would run this forward of .*\n  hopper: no softcap$"):
+                    flashtile.attention(Q, K, K, softcap=5.0)
+                assert torch.equal(flashtile.attention(Q, K, K, softcap=5.0, backend="cpu"), want)
+            else:
+                assert torch.equal(flashtile.attention(Q, K, K, softcap=5.0), want)
+        assert [str(each.message).endswith("hopper: no softcap") for each in caught] == [True] * (strict == "warn")
+
+
+def test_strict_calls_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_STRICT", "1")
+    x = torch.empty(1, 256, 4, 64, device="meta")
+    with pytest.raises(UnsupportedError, match="hopper: no float32"):
+        flashtile.explain(x, x, x, gpu="H100")
+    assert "forward: portable" in flashtile.explain(x, x, x, gpu="H100", backend="portable")
+    assert "forward: portable" in flashtile.explain(x, x, x, gpu="A100")
+    half = x.half()
+    assert "forward: hopper" in flashtile.explain(half, half, half, gpu="H100")
+    tiny = half[:, :64]  # there the portable kernels are the faster ones
+    assert "slower up to" in flashtile.explain(tiny, tiny, tiny, gpu="H100")
+    half.requires_grad_()
+    bias = torch.empty(1, 4, 256, 256, device="meta", requires_grad=True)
+    with pytest.raises(UnsupportedError, match="this backward .*\n.*no gradient of attn_bias"):
+        flashtile.explain(half, half, half, attn_bias=bias, gpu="H100")

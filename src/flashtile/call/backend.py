@@ -156,6 +156,10 @@ class Capabilities:
         why += [f"no {f.label}" for f in FEATURES if f.name not in self.features and f.used(problem)]
         return why + [f"no {limit.label}" for limit in self.limits if limit.hits(problem)]
 
+    def suits_device(self, problem: Problem) -> bool:
+        """Whether nothing is against the device of a problem."""
+        return not self._device_reasons(problem)
+
     def invariance(self, problem: Problem) -> str:
         """How a packed or cached call is batch-invariant: asked or not, ``arguments.STRICT`` or not; empty if not."""
         if problem.batch_invariant or not self.always_invariant or not problem.varlen or problem.cached:

@@ -85,6 +85,13 @@ CHECK = Setting(
 BACKEND = Setting(
     "FLASHTILE_BACKEND", "", "Forces a backend for calls that name none; it is refused, never replaced.", BACKENDS
 )
+STRICT = Setting(
+    "FLASHTILE_STRICT",
+    "0",
+    "1 refuses a call that names no backend and would go to a slower one, because its GPU's fastest lacks something;"
+    " warn warns of it; read where a kind of call is new.",
+    ("warn", *ON, *_OFF),
+)
 TRITON_INTERPRET = Setting(
     "TRITON_INTERPRET", "0", "Triton's own: 1, before Triton is imported, runs portable kernels on CPU tensors, slowly."
 )
@@ -135,7 +142,7 @@ LOG = Setting(
 )
 
 SETTINGS: tuple[Setting, ...] = (
-    CHECK, BACKEND, TRITON_INTERPRET, LAUNCHER, COPIES, TILES, CONFIG_HOME, KERNELS, RECORD, LOG,
+    CHECK, BACKEND, STRICT, TRITON_INTERPRET, LAUNCHER, COPIES, TILES, CONFIG_HOME, KERNELS, RECORD, LOG,
 )  # fmt: skip
 
 

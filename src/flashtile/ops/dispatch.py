@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import warnings
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
@@ -132,7 +133,7 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
     Raises:
         InvalidInputError: If no backend has that name, or it has no backward and the call needs one, or a setting of
             ``flashtile.core.settings`` has a wrong value.
-        UnsupportedError: With the reasons of the named backend, or of all.
+        UnsupportedError: With the reasons of the named backend, of all, or of faster ones: ``FLASHTILE_STRICT``.
     """
     settings.validate()
     name = name or settings.BACKEND.get() or None
@@ -143,6 +144,7 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
             raise UnsupportedError(f"no backend supports this {_ONE.get(direction, direction)}", everyone)
         if direction == "backward" and (problem.bias_grad or problem.operand_grad):
             name = _first_of_most(problem, name)
+        _tell_slower(problem, direction, name)
         return backend(name)
     if problem.needs_grad and backend(name).capabilities("backward") is None:
         raise InvalidInputError("backend", f"{name!r} has no backward, but an input requires grad")
@@ -150,6 +152,26 @@ def select(problem: Problem, direction: Direction = "forward", name: str | None 
     if against:
         raise UnsupportedError(f"backend {name!r} cannot run this {_ONE.get(direction, direction)}", {name: against})
     return backend(name)
+
+
+def _tell_slower(problem: Problem, direction: Direction, name: str) -> None:
+    """With ``FLASHTILE_STRICT`` refuses, or warns of, a call that faster backends for its device do not run."""
+    strict = settings.STRICT.get()
+    if strict != "warn" and strict not in settings.ON:
+        return
+    why = {}
+    for each in NAMES[: NAMES.index(name)]:
+        able = backend(each).capabilities(direction)
+        if able is not None and able.suits_device(problem) and (against := reasons(each, problem, direction)):
+            why[each] = against
+    if not why:
+        return
+    slower = UnsupportedError(
+        f"{name} would run this {kind_of(problem, direction)}, though a faster backend is here", why
+    )
+    if strict != "warn":
+        raise slower
+    warnings.warn(str(slower), stacklevel=2)
 
 
 def explain(problem: Problem, name: str | None = None, only: Direction | None = None, shapes: Any = None) -> str:
