@@ -39,13 +39,13 @@ def _caches_by_name(function: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **keywords: P.kwargs) -> R:
         for name in ("k", "v")[: len(args) - 1 if args else 0]:
             if name in keywords:
-                raise TypeError(f"{function.__name__}() got {name} twice: {_BY_NAME.format(function.__name__)}")
+                raise TypeError(f"{function.__name__}() got {name} twice: {_BY_NAME}")
         return function(*args, **keywords)
 
     return checked
 
 
-_BY_NAME = "caches go by name, {}(q, k_cache=..., v_cache=..., cache_seqlens=..., k=new keys, v=new values)"
+_BY_NAME = "caches go by name, (q, k_cache=..., v_cache=..., cache_seqlens=..., k=new keys, v=new values)"
 
 
 @_caches_by_name
@@ -137,7 +137,7 @@ def _as_given(t: Tensors, asked: Asked, cached: dict[str, Any]) -> tuple[CacheTe
             raise InvalidInputError(name, "is given, but a call over a cache has none")
     for name in ("k_cache", "v_cache", "cache_seqlens"):
         if cached.get(name) is None:
-            hint = f": {_BY_NAME.format('explain')}" if name == "k_cache" and t.v is not None else ""
+            hint = f": {_BY_NAME}" if name == "k_cache" and t.v is not None else ""
             raise InvalidInputError(name, f"is None, but {next(iter(cached))} is given{hint}")
     others = (
         *asked.lengths, plain.softmax_scale, plain.softcap, cached.get("rotary_interleaved", False), plain.backend,

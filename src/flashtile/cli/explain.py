@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-import functools
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -24,6 +23,11 @@ _FLAGS = {
 Length = Annotated[int, typer.Option(min=1, max=MOST, help="Length of queries and keys, unless given apart.")]
 OtherLength = Annotated[int | None, typer.Option(min=1, max=MOST, help="As --seqlen if left out.", show_default=False)]
 Size = Annotated[int, typer.Option(min=1, max=MOST)]
+Mod = Annotated[str | None, typer.Option(metavar="PLACE:FUNCTION", help="A function, as model.py:bend.")]
+Arch = Annotated[
+    str | None,
+    typer.Option("--arch", "--gpu", metavar="GPU", help="A GPU that need not be here: H100, 9.0, sm_90 or gfx942."),
+]
 # The dtypes of a cache in 8 bits.
 CacheDtype = enum.StrEnum("CacheDtype", ["float8_e4m3fn", "float8_e5m2"])
 
@@ -56,10 +60,8 @@ def explain(
     varlen: Annotated[
         bool, typer.Option("--varlen", help="Packed sequences; lengths are those of the longest.")
     ] = False,
-    score_mod: Annotated[
-        str | None, typer.Option(metavar="PLACE:FUNCTION", help="A function, as model.py:bend.")
-    ] = None,
-    mask_mod: Annotated[str | None, typer.Option(metavar="PLACE:FUNCTION", help="Likewise.")] = None,
+    score_mod: Mod = None,
+    mask_mod: Mod = None,
     cache: Annotated[
         bool, typer.Option("--cache", help="Keys in a cache with room for --seqlen-k (attention_with_kvcache).")
     ] = False,
@@ -73,12 +75,7 @@ def explain(
     ] = False,
     backend: Annotated[str | None, typer.Option(help="This backend and no other.")] = None,
     device: Annotated[DeviceType, typer.Option(help="auto is the GPU where there is one.")] = DeviceType.auto,
-    arch: Annotated[
-        str | None,
-        typer.Option(
-            "--arch", "--gpu", metavar="GPU", help="Explain for a GPU that need not be here: H100, 9.0, sm_90, gfx942."
-        ),
-    ] = None,
+    arch: Arch = None,
 ) -> None:
     """Which backend and tiles a call would run with, and why not the others.
 
@@ -89,50 +86,81 @@ def explain(
     kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise InvalidInputError("--heads", f"is {heads}, must be a multiple of --kv-heads {kv_heads}")
-    rows, keys, dim_v = seqlen_q or seqlen, seqlen_k or seqlen, head_dim_v or head_dim
-    empty = functools.partial(_empty, getattr(torch, name.value))
-    words = functools.partial(_empty, torch.int32)
-    sizes = functools.partial(_rows, batch, packed=varlen)
     over_cache = cache or page_size > 0
     if not over_cache and (cache_dtype or append):
         raise InvalidInputError("--cache-dtype" if cache_dtype else "--append", "is given, but goes with --cache")
-    q = empty(*sizes(rows), heads, head_dim, grad=grad)
+    call = _CallOfFlags(
+        batch, seqlen_q or seqlen, seqlen_k or seqlen, heads, kv_heads, (head_dim, head_dim_v or head_dim),
+        getattr(torch, name.value), varlen, grad,
+    )  # fmt: skip
+    scores = (heads, call.rows, call.keys)
     given: dict[str, Any] = {
         "causal": causal, "window_size": window, "softcap": softcap, "backend": backend, "gpu": arch, "device": place,
         "alibi_slopes": _empty(torch.float32, heads) if alibi else None,
         "sinks": _empty(torch.float32, heads) if sinks else None,
-        "attn_mask": _empty(torch.bool, batch, heads, rows, keys) if mask else None,
-        "attn_bias": _empty(torch.float32, 1, heads, rows, keys, grad=grad) if bias else None,
+        "attn_mask": _empty(torch.bool, batch, *scores) if mask else None,
+        "attn_bias": _empty(torch.float32, 1, *scores, grad=grad) if bias else None,
         "score_mod": score_mod and function_of(score_mod, "--score-mod"),
         "mask_mod": mask_mod and function_of(mask_mod, "--mask-mod"),
         "dropout_p": dropout, "deterministic": deterministic, "precision": "fp8" if fp8 else None,
+        **(call.over_cache(page_size, cache_dtype, append) if over_cache else call.sides()),
     }  # fmt: skip
-    bounds = words(batch + 1) if varlen else None
-    if over_cache:
-        held = functools.partial(_empty, getattr(torch, cache_dtype.value if cache_dtype else name.value))
-        pages = -(-keys // page_size) if page_size else 1
-        shape = (batch * pages, page_size or keys, kv_heads)
-        given |= {
-            "k_cache": held(*shape, head_dim), "v_cache": held(*shape, dim_v), "cache_seqlens": words(batch),
-            "page_table": words(batch, pages) if page_size else None, "cu_seqlens_q": bounds,
-            "max_seqlen_q": rows if varlen else None,
-        }  # fmt: skip
-        if cache_dtype:
-            given |= {each: _empty(torch.float32, kv_heads) for each in ("k_scale", "v_scale")}
-        if append:
-            given |= {"k": empty(*sizes(rows), kv_heads, head_dim), "v": empty(*sizes(rows), kv_heads, dim_v)}
-    else:
-        given |= {each: empty(*sizes(keys), kv_heads, dim, grad=grad) for each, dim in (("k", head_dim), ("v", dim_v))}
-        if varlen:
-            given |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": rows, "max_seqlen_k": keys}
     try:
-        typer.echo(flashtile.explain(q, **given))
+        typer.echo(flashtile.explain(call.packed(call.rows, heads, head_dim), **given))
     except InvalidInputError as error:
         raise error.renamed(_FLAGS) from None
 
 
-def _rows(batch: int, length: int, *, packed: bool) -> tuple[int, ...]:
-    return (batch * length,) if packed else (batch, length)
+class _CallOfFlags(NamedTuple):
+    """The sizes of a call, and its tensors without memory."""
+
+    batch: int
+    rows: int
+    keys: int
+    heads: int
+    kv_heads: int
+    dims: tuple[int, int]
+    dtype: torch.dtype
+    varlen: bool
+    grad: bool
+
+    def packed(self, length: int, *others: int) -> torch.Tensor:
+        """Rows of all sequences, one after another or not."""
+        rows = (self.batch * length,) if self.varlen else (self.batch, length)
+        return _empty(self.dtype, *rows, *others, grad=self.grad)
+
+    def kv(self, length: int) -> dict[str, Any]:
+        """K and v."""
+        return {each: self.packed(length, self.kv_heads, dim) for each, dim in zip("kv", self.dims, strict=True)}
+
+    def sides(self) -> dict[str, Any]:
+        """What ``attention`` or ``attention_varlen`` has besides q."""
+        if not self.varlen:
+            return self.kv(self.keys)
+        bounds, lengths = self.words(self.batch + 1), {"max_seqlen_q": self.rows, "max_seqlen_k": self.keys}
+        return {**self.kv(self.keys), "cu_seqlens_q": bounds, "cu_seqlens_k": bounds, **lengths}
+
+    def over_cache(self, page_size: int, cache_dtype: CacheDtype | None, append: bool) -> dict[str, Any]:
+        """What ``attention_with_kvcache`` has besides q."""
+        pages = -(-self.keys // page_size) if page_size else 1
+        rows = (self.batch * pages, page_size or self.keys, self.kv_heads)
+        dtype = getattr(torch, cache_dtype.value) if cache_dtype else self.dtype
+        given: dict[str, Any] = {
+            f"{side}_cache": _empty(dtype, *rows, dim) for side, dim in zip("kv", self.dims, strict=True)
+        }
+        given |= {"cache_seqlens": self.words(self.batch), **(self.kv(self.rows) if append else {})}
+        if page_size:
+            given["page_table"] = self.words(self.batch, pages)
+        if self.varlen:
+            given |= {"cu_seqlens_q": self.words(self.batch + 1), "max_seqlen_q": self.rows}
+        if cache_dtype:
+            given |= {f"{side}_scale": _empty(torch.float32, self.kv_heads) for side in "kv"}
+        return given
+
+    @staticmethod
+    def words(*shape: int) -> torch.Tensor:
+        """Numbers of rows, sequences or pages."""
+        return _empty(torch.int32, *shape)
 
 
 def _empty(dtype: torch.dtype, *shape: int, grad: bool = False) -> torch.Tensor:
