@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # second derivatives; 80 for random pairs; 620 for largest scores; 860 for batch-invariant calls, with random batches;
 # 2,200 for keys that queries name or data select, and 200 for the benchmark; 690 for audits of models, 400 for what
 # ran, 700 for PyTorch's hooks and code that is compiled or exported, 580 for drafts of SGLang, 260 for the hub's
-# repository, 470 for random calls over what queries name, 100 for short packed sequences, and 210 for what newcomers ask.
+# repository, 470 for random calls over what queries name, 100 for short packed sequences, 210 for what newcomers ask.
 TOTAL_LINES = {"src/flashtile": 56_650, "extras/flashtile_lab": 6_460, "benchmarks": 6_850, "tests": 49_800}
 
 
