@@ -167,9 +167,6 @@ def builds_of(problem: Problem, direction: Direction, more: tuple[str, ...] = ()
 
 def limits(problem: Problem) -> dict[str, int]:
     """Most bytes that a thread of each kernel may spill."""
-    from flashtile.backends.hopper.latent.config import copies
-
-    is_copied = problem.qv and copies(problem)
     return {
         "attention_quantized": _quantized_limit(problem),
         "attention_forward": _forward_limit(problem),
@@ -180,10 +177,9 @@ def limits(problem: Problem) -> dict[str, int]:
         **{f"big_backward_d{of}": 64 if problem.mask and _is_new_triton() else 0 for of in "qkv"},
         # All but a few bytes at head_dim 256 are the scheduler's, which has few registers.
         "wide_cache_attention": 128,
-        # The scheduler's, which with 8 bits has fewer registers, and what the scorer keeps over the copies of queries;
-        # with 8 bits also what copies rows, once a block. On Triton 3.9 136 where rows are copied (2026-11-29).
-        "latent_attention": (144 if is_copied and _is_new_triton() else 112 if _is_new_triton() else 64)
-        + (96 if is_copied else 48) * problem.row_scale,
+        # Where a part ends and a summer's columns are exchanged; loops over blocks load a few bytes at most. With 8 bits
+        # roles have fewer registers (2026-11-29).
+        "latent_attention": (400 if _is_new_triton() else 272) + 48 * problem.row_scale,
     }
 
 
