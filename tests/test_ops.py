@@ -355,7 +355,7 @@ def test_explain_takes_every_argument_of_a_call():
     assert flashtile.explain(q, k, v, return_lse=True) == flashtile.explain(q, k, v)
     of_call = set(inspect.signature(flashtile.attention_varlen).parameters) - {"_more", "_unknown"}
     assert set(AnyCall.__annotations__) | {"q", "k", "v"} == of_call | set(CachedCall.__annotations__)
-    assert list(inspect.signature(flashtile.explain).parameters) == ["q", "k", "v", "keywords"]
+    assert list(inspect.signature(flashtile.explain).parameters) == ["q", "k", "v", "device", "gpu", "keywords"]
     of_cached = set(inspect.signature(flashtile.attention_with_kvcache).parameters) - {"_more", "_unknown"}
     assert of_call | set(CachedCall.__annotations__) >= of_cached
 

@@ -87,7 +87,7 @@ def test_the_table_is_that_of_the_engine(module: str) -> None:
 
 def test_the_first_call_is_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    calls = Calls("some.server")
+    calls = Calls(log="some.server")
     calls.serve()
     calls.serve()
     calls.clear()
