@@ -177,9 +177,9 @@ def limits(problem: Problem) -> dict[str, int]:
         **{f"big_backward_d{of}": 64 if problem.mask and _is_new_triton() else 0 for of in "qkv"},
         # All but a few bytes at head_dim 256 are the scheduler's, which has few registers.
         "wide_cache_attention": 128,
-        # Where a part ends and a summer's columns are exchanged; loops over blocks load a few bytes at most. Roles over
-        # rows of 8 bits have fewer registers (2026-11-29).
-        "latent_attention": (400 if _is_new_triton() else 272) + 48 * problem.row_scale,
+        # Where a part ends and four threads exchange the columns of outputs, once a tile; the loops over blocks load a
+        # few spilled addresses (SASS, 2026-11-29). Roles over rows of 8 bits have fewer registers.
+        "latent_attention": (288 if _is_new_triton() else 208) + 56 * problem.row_scale,
     }
 
 

@@ -22,15 +22,14 @@ def end_part(accs, row_max, row_sum, records, parts, call, latent, HALF: gl.cons
     row, count = gl.arange(0, 64, row_max.type.layout), num_rows * call.GROUP - first
     whole = records.get(parts, "num_states") == 1
     slot = slot_of(records.get(parts, "origin"), records.get(parts, "state"), latent)
-    of_outputs: gl.constexpr = wide_rows(latent.PIECE, call.out.ptr.dtype.element_ty)
-    of_states: gl.constexpr = wide_rows(latent.PIECE, gl.float32)
     if whole:
         for i in gl.static_range(len(accs)):
-            finish_piece(accs[i], row_max, row_sum, place, shape, i, call, latent, HALF, of_outputs)
+            finish_piece(accs[i], row_max, row_sum, place, shape, i, call, latent, HALF)
     else:
+        layout: gl.constexpr = accs[0].type.layout
         for i in gl.static_range(len(accs)):
-            at, exists = state_of(slot, count, i, call, latent, HALF)
-            gl.store(at, gl.convert_layout(accs[i], of_states), mask=exists)
+            at, exists = state_of(slot, row, count, i, call, latent, HALF, layout)
+            gl.store(at, accs[i], mask=exists)
         at, exists = call.results.stats + 4 * (slot + row) + 2 * HALF, row < count
         gl.store(at, row_max, mask=exists)
         gl.store(at + 1, row_sum, mask=exists)
@@ -49,9 +48,9 @@ def wide_rows(cols, dtype):
 
 
 @gluon.jit
-def finish_piece(acc, row_max, row_sum, place, shape, i: gl.constexpr, call, latent, HALF: gl.constexpr,
-                 layout: gl.constexpr):  # fmt: skip
-    """``finish``, of a summer's i-th piece, in some layout."""
+def finish_piece(acc, row_max, row_sum, place, shape, i: gl.constexpr, call, latent, HALF: gl.constexpr):
+    """``finish``, of a summer's i-th piece."""
+    layout: gl.constexpr = wide_rows(latent.PIECE, call.out.ptr.dtype.element_ty)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     col = latent.PIECE * (2 * i + HALF) + gl.arange(0, latent.PIECE, gl.SliceLayout(0, layout))[None, :]
     finish(
@@ -61,10 +60,8 @@ def finish_piece(acc, row_max, row_sum, place, shape, i: gl.constexpr, call, lat
 
 
 @gluon.jit
-def state_of(slot, count, i: gl.constexpr, call, latent, HALF: gl.constexpr):
+def state_of(slot, row, count, i: gl.constexpr, call, latent, HALF: gl.constexpr, layout: gl.constexpr):
     """(Addresses, which exist) of a summer's i-th piece of the state from ``slot`` on, of ``count`` rows."""
-    layout: gl.constexpr = wide_rows(latent.PIECE, gl.float32)
-    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
     col = latent.PIECE * (2 * i + HALF) + gl.arange(0, latent.PIECE, gl.SliceLayout(0, layout))
     return call.results.acc + (slot + row).to(gl.int64)[:, None] * call.out.DIM + col[None, :], (row < count)[:, None]
 
@@ -158,26 +155,23 @@ def fold_pair(acc, row_max, row_sum, i: gl.constexpr, origin, place, shape, coun
               HALF: gl.constexpr):  # fmt: skip
     """Finishes the i-th piece of a half of a tile of two states, given the (i % 2)-th, as ``fold`` would."""
     slot = slot_of(origin, gl.to_tensor(1 - i % 2), latent)
-    at, exists = state_of(slot, count, i, call, latent, HALF)
+    row = gl.arange(0, 64, row_max.type.layout)
+    layout: gl.constexpr = acc.type.layout
+    at, exists = state_of(slot, row, count, i, call, latent, HALF, layout)
     other = gl.load(at, mask=exists, other=0.0, cache_modifier=".cg")
-    layout: gl.constexpr = wide_rows(latent.PIECE, gl.float32)
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    row = gl.arange(0, 64, rows)
     stats, has = call.results.stats + 4 * (slot + row) + 2 * HALF, row < count
     other_max = gl.load(stats, mask=has, other=float("-inf"), cache_modifier=".cg")
     other_sum = gl.load(stats + 1, mask=has, other=0.0, cache_modifier=".cg")
-    row_max, row_sum = gl.convert_layout(row_max, rows), gl.convert_layout(row_sum, rows)
     top = gl.maximum(row_max, other_max)
     finite_max = softmax.made_finite(top)
     first, second = gl.exp2(row_max - finite_max), gl.exp2(other_max - finite_max)
-    acc = gl.convert_layout(acc, layout)
     if i % 2 == 0:
         acc = gl.fma(other, second[:, None], acc * first[:, None])
         row_sum = gl.fma(other_sum, second, row_sum * first)
     else:
         acc = gl.fma(acc, first[:, None], other * second[:, None])
         row_sum = gl.fma(row_sum, first, other_sum * second)
-    finish_piece(acc, top, row_sum, place, shape, i, call, latent, HALF, layout)
+    finish_piece(acc, top, row_sum, place, shape, i, call, latent, HALF)
 
 
 @gluon.jit

@@ -5,10 +5,10 @@ from __future__ import annotations
 from flashtile.backends.portable.config import PortableTiles, padded
 from flashtile.call.problem import Problem
 
-# Rows and keys of the longest sequence. A sequence of 16 rows costs Hopper's backward a tile of 128 rows and 128 keys,
-# 10.5 MFLOP a head of 64 columns, and sums of dq of 128 rows, 32 KB that are zeroed, added to and read again. Here it
-# costs the 16 KB of its own eight tensors, which the multiprocessors' products are far from taking as long as. From
-# 128 rows on neither is padded any more.
+# Rows and keys of the longest sequence: a count, not raced yet. A sequence of 16 rows costs Hopper's other backward a
+# tile of 128 rows and 128 keys, 10.5 MFLOP a head of 64 columns, and sums of dq of 128 rows, 32 KB that are zeroed,
+# added to and read again. This one moves the sequence's own eight tensors, 16 KB, and its products take less time than
+# that. From 128 rows on the other pads nothing.
 MOST = 64
 # Programs of query heads one after another: with fewer than multiprocessors, others split a group's heads.
 FEWEST = 132
