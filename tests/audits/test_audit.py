@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import flashtile
 from flashtile.audits import Audit, measure
+from flashtile.audits.calls import SeenCall
 from flashtile.integrations import sdpa
 from tests.audits.models import WAYS, Attention, Decoder, Plan, left_padded, tokens
 
@@ -168,6 +169,21 @@ def test_wrong_kernels_are_named(
     assert found.moved is not None and found.moved > 0
     call = found.calls[1]
     assert call.errors is not None and call.errors.error > 100 * call.errors.plain
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_late_rows_are_judged_by_their_own_size(dtype: torch.dtype) -> None:
+    """Averages of many keys are small: a twentieth of them is less than what the first rows may err by."""
+    q, k, v = (x.transpose(1, 2) for x in _heads(512, dtype, 64))
+    out = flashtile.attention(q, 0.1 * k, v, causal=True)
+    call = SeenCall("flashtile.attention", q, 0.1 * k, v, out, torch.arange(512)[None], 64**-0.5, right=0)
+    errors, exact = measure.errors_of(call)
+    assert not errors.is_fault()
+    out[:, -3:] *= 1.05
+    errors, _ = measure.errors_of(call)
+    assert errors.wrong == (3, 509, 511) and errors.heads == (0, 1)
+    if dtype == torch.bfloat16:
+        assert errors.error < 2 * torch.finfo(dtype).eps * float(exact.abs().max())
 
 
 class Alone(nn.Module):

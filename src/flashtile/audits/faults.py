@@ -231,13 +231,13 @@ def of_numbers(call: SeenCall, errors: Errors | None, product: float) -> Iterato
         yield "overflow", f"scores reach {peak:.3g}, {name} ends at {most:.3g}", peak
     if not is_finite:
         yield "not finite", "the result holds infinities or NaN", 1.0
-    if errors is None or errors.error <= errors.limit or not is_finite:
+    if errors is None or not errors.is_fault() or not is_finite:
         return
     count, first, last = errors.wrong
     where = f"{count:,} rows of {call.q.shape[1]:,} ({first} to {last}), {len(errors.heads)} of {call.q.shape[2]} heads"
     beside = f"off by {errors.error:.2g}, where plain PyTorch errs by {errors.plain:.2g}: {where}"
     for kind, name, other in _suspects(call):
-        if errors_of(other)[0].error <= errors.limit:
+        if not errors_of(other)[0].is_fault():
             yield kind, f"{call.function} computes attention {name} (as asked for: {beside})", errors.error
             return
     yield "error", f"{call.function} is {beside}", errors.error

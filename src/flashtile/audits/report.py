@@ -160,7 +160,7 @@ def _joined(findings: tuple[Finding, ...]) -> Iterator[str]:
 
 
 def _kind(call: AuditedCall) -> tuple[object, ...]:
-    at_fault = call.errors is not None and call.errors.error > call.errors.limit
+    at_fault = call.errors is not None and call.errors.is_fault()
     return call.function, call.sizes, call.dtype, call.mask, call.scale, at_fault, call.kept and call.kept.empty
 
 
