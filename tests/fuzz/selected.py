@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile import InvalidInputError, reference
+from flashtile import InvalidInputError, UnsupportedError, reference
 from flashtile.api.keywords import masked_by
 from flashtile.masks import selected_blocks
-from flashtile.ops import selected, selected_dense
+from flashtile.ops import dispatch, selected, selected_dense
 from tests.cases import Call, Case, build, gradient_of, judge, results
 from tests.fuzz.drawn import SMALL, Draw, Sizes, _cached, _latent, _plain, _within
 from tests.fuzz.drawn import Drawn as DrawnCall
@@ -153,6 +153,11 @@ def judge_call(call: Drawn, backend: str | None, device: str = "cpu") -> None:
 def _judge_cached(call: Drawn, backend: str | None, device: str) -> None:
     made = kvcache.build(call.case, call.dtype, device, call.seed)
     lists = lists_for(made, call.most, call.seed, call.slots)
+    if device != "cpu" and (against := dispatch.reasons(backend or "portable", made.problem, "decode")):
+        with pytest.raises(UnsupportedError) as caught:
+            judge_selected(made, lists, call.slots, backend=backend)
+        assert all(reason in str(caught.value) for reason in against)
+        return
     if call.slots:
         finite_caches(made)
     if call.twice and call.most > 1 and lists.numel():
