@@ -33,6 +33,7 @@ CASES = (
     Case("varlen_16", lengths=((16, 16),) * 3 + ((7, 7), (1, 1)), head_dim=96, causal=True, alibi="h", spare=1),
     Case("varlen_chunk", lengths=((30, 30), (17, 32)), head_dim=8, chunk=10, dout="expanded", layout="packed"),
     Case("varlen_transposed", lengths=((20, 20), (12, 3)), head_dim=80, dout="transposed"),
+    Case("varlen_128", lengths=((128, 128), (65, 1), (3, 127)), head_dim=128, causal=True, kv_heads=1, spare=5),
 )  # fmt: skip
 
 
@@ -81,7 +82,7 @@ USUAL = {"device_type": "cuda", "compute_capability": (9, 0), "dtype": torch.bfl
 @pytest.mark.parametrize(
     "change",
     [
-        {"varlen": False}, {"batch": 65}, {"seqlen_k": 65}, {"seqlen_q": 65}, {"head_dim_v": 136}, {"mask": True},
+        {"varlen": False}, {"batch": 65}, {"seqlen_k": 129}, {"seqlen_q": 129}, {"head_dim_v": 136}, {"mask": True},
         {"grad_dtype": torch.float32}, {"grads": Grads(k=True, v=True)}, {"dropout_p": 0.1}, {"deterministic": True},
         {"bias_dtype": torch.bfloat16}, {"row_keys": True}, {"sinks": True, "grads": Grads(*[True] * 5)},
     ],
