@@ -5,9 +5,9 @@ from __future__ import annotations
 from flashtile.backends.portable.config import PortableTiles, padded
 from flashtile.call.problem import Problem
 
-# Rows and keys of the longest sequence. Of 16 rows this backward takes 0.11 of the time of Hopper's other one, which
-# computes tiles of 128 rows and keys and zeroes and adds sums of dq for them; of 64 rows 0.6, of 128, which that one
-# pads no more, 0.88. From 129 on sequences have several tiles.
+# Rows and keys of the longest sequence. With 16 rows this backward takes 0.11 of the time of Hopper's other one, which
+# computes tiles of 128 rows and keys and zeroes and adds sums of dq for them; with 64 rows 0.6, with 128, which that
+# one pads no more, 0.88. From 129 on sequences have several tiles.
 MOST = 128
 # Programs of query heads one after another: with fewer than multiprocessors, others split a group's heads.
 FEWEST = 132
