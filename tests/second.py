@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from flashtile import reference
 from tests.cases import Call, build, gradient_of
-from tests.fuzz.drawn import Sizes, draw
+from tests.fuzz.drawn import SMALL, Sizes, draw
 from tests.fuzz.judged import cancels
 from tests.poison import poisoned_memory
 from tests.rule import Yardstick
@@ -59,3 +60,18 @@ def drawn_call(seed: int, sizes: Sizes, device: str = "cpu", dtype: torch.dtype 
         if made.leaves and not cancels(made.problem):
             return made
         seed += 10**6
+
+
+def fuzz(backend: str, seed: int, count: int, say: Callable[[str], None], device: str = "cpu") -> list[str]:
+    """Judges so many calls from ``seed`` on; says and returns what is wrong, with the calls."""
+    wrong, is_interpreted = [], (backend, device) == ("portable", "cpu")
+    sizes = Sizes(700, 2**21) if device == "cuda" else Sizes(30, 2**13, 64) if is_interpreted else SMALL
+    for number in range(seed, seed + count):
+        # The interpreter multiplies bfloat16 numbers as integers.
+        call = drawn_call(number, sizes, device, torch.float16 if is_interpreted else None)
+        try:
+            judge_second(call, backend)
+        except Exception as error:
+            wrong.append(f"{backend}: {type(error).__name__}: {str(error)[:500]}\n    {call.case}, seed {number}")
+            say(f"FAILED {wrong[-1]}")
+    return wrong

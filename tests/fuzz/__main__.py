@@ -1,5 +1,5 @@
-"""``python -m tests.fuzz builds``, ``numbers``, ``mixed``, ``functions`` and ``selected``: random calls, built for
-every architecture or computed.
+"""``python -m tests.fuzz builds``, ``numbers``, ``mixed``, ``functions``, ``selected`` and ``second``: random calls,
+built for every architecture or computed; the last judges second derivatives.
 
 On a machine with a GPU ``python -m tests.fuzz mixed --backend hopper --device cuda --count 500`` computes 500 steps of
 a server there.
@@ -22,7 +22,7 @@ from tests.fuzz.drawn import ENDLESS, KINDS, draw, sweep
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if a call has a fault."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("what", choices=("builds", "numbers", "mixed", "functions", "selected"))
+    parser.add_argument("what", choices=("builds", "numbers", "mixed", "functions", "selected", "second"))
     parser.add_argument("--seed", type=int, default=0, help="the first call's number")
     parser.add_argument("--count", type=int, default=50, metavar="N", help="calls beside the sweep, or in all")
     parser.add_argument("--arch", nargs="+", default=list(ARCHS), choices=list(ARCHS))
@@ -56,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tests.fuzz.selected import fuzz as judge_selected
 
         failures = judge_selected(args.backend, args.seed, args.count, say, device=args.device)
+    elif args.what == "second":
+        from tests.second import fuzz as judge_second
+
+        failures = judge_second(args.backend, args.seed, args.count, say, args.device)
     else:
         from tests.fuzz.judged import fuzz as judge_all
 
