@@ -57,6 +57,22 @@ def test_a_wrong_type_in_a_page_is_an_error(tmp_path: Path, capfd: pytest.Captur
     assert check_types([page]) == 0
 
 
+@pytest.mark.parametrize("page", [
+    "training", "serving", "from-flash-attn", "from-flexattention", "your-own-attention", "distributed", "mla", "fp8",
+    "determinism", "no-gpu",
+])  # fmt: skip
+def test_a_question_is_answered_on_the_first_screen(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    answer = CODE.search(text)
+    assert answer is not None and text[: answer.end()].count("\n") <= 28
+    assert f"]({page}.md)" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert f"](docs/{page}.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_first_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1100
+
+
 @pytest.mark.one_in(13)
 @pytest.mark.parametrize("page", _CODE_PAGES, ids=_name)
 @pytest.mark.usefixtures("unchanged_modules")
@@ -72,7 +88,7 @@ def test_generated_blocks_are_up_to_date(page: Path) -> None:
 
 
 @pytest.mark.parametrize(("page", "block"), [
-    ("README.md", "support_table"), ("docs/support.md", "support_table"), ("docs/semantics.md", "settings_table"),
+    ("docs/support.md", "support_table"), ("docs/semantics.md", "settings_table"),
 ])  # fmt: skip
 def test_pages_hold_what_the_code_prints(page: str, block: str) -> None:
     assert BLOCKS[block]() in (ROOT / page).read_text(encoding="utf-8")
