@@ -280,7 +280,8 @@ def _support(b: Backend, feature: Feature) -> str:
         return "no"
     if "forward" not in able:
         return "yes"
-    texts = ["yes" if able["backward"] else "forward" if able["forward"] else "no"]
+    half = "by another backend" if feature.name.endswith("_grad") else "forward"
+    texts = ["yes" if able["backward"] else half if able["forward"] else "no"]
     for each, calls in _CALLS.items():
         if has.get(each) is not None and able[each] != able["forward"]:
             texts.append(f"in {calls} yes" if able[each] else f"not in {calls}")
