@@ -146,17 +146,11 @@ def _headline_block(rows: list[Row]) -> str:
     return table.to_markdown(lines)
 
 
-def _first_page_block(rows: list[Row]) -> str:
-    """The README's rows of the headline."""
-    lines = _headline_block(rows).splitlines()
-    return "\n".join(line for line in lines if not line.startswith(("| Hopper, packed", "| portable")))
-
-
 _NOTHING = "Not measured yet."
 # Block name -> the suite it needs, empty for all, and the function that writes it.
 _BLOCKS: dict[str, tuple[str, Block]] = {
     "headline": ("", _headline_block),
-    "first-page": ("", _first_page_block),
+    "first-page": ("", lambda rows: re.sub(r"\n\| (?:Hopper, packed|portable).*", "", _headline_block(rows))),
     "forward": ("forward", _in("bfloat16", _of_cells(table.speed_table))),
     "forward-summary": ("forward", _in("bfloat16", _summary_block)),
     "forward-losses": ("forward", _in("bfloat16", _losses_block)),
