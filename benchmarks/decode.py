@@ -25,7 +25,6 @@ from benchmarks.cases import select
 from benchmarks.checks import Call, Outputs, judged, poison
 from benchmarks.latent import LatentCase
 from benchmarks.providers import FlashMla, Flashtile, OwnBits, Provider, choose_providers
-from benchmarks.run import done_before
 from benchmarks.session import Body, NotTimedError, Session, attempt, new_parser, run_command
 from benchmarks.steps import StepCase
 from benchmarks.table import Cell, Table
@@ -173,14 +172,12 @@ def measure_groups(
     """Measures the groups that the file lacks, after ``ahead`` of them: rows, exit code, what ``tell`` says."""
     chosen = choose_providers(args.providers or names, "decode", session.device)
     found = [provider.name for provider in chosen]
-    before = done_before(session.out, session.run, found, list(chain(*wanted))) if args.resume else []
-    done = {table.case_of(row) for row in before}
-    left = [group for group in wanted if not done.issuperset(group)]
+    left, _ = session.left(wanted, lambda group: group[0].name, found)
     ahead(left, chosen)
     pool = draw_pool(chain(*left), session.device)
     rest = (chosen, session, pool, args.rounds, args.burst_ms)
-    rows, code = session.each(left, lambda group: group[0].name, lambda group: run_group(group, *rest))
-    return rows, 0 if before and not left else code, tell([*before, *rows])
+    rows, code = session.each(wanted, lambda group: group[0].name, lambda group: run_group(group, *rest), found)
+    return rows, code, tell(rows)
 
 
 def selected(args: argparse.Namespace, groups: Callable[[str], Sequence[Group]]) -> list[Group]:
@@ -194,7 +191,6 @@ def add_options(parser: argparse.ArgumentParser, measures: Sequence[str]) -> arg
     """The options of suites of cached calls."""
     parser.add_argument("--measures", nargs="+", choices=measures, help="by default graph, on the CPU loop")
     parser.add_argument("--cells", metavar="PATTERN", help="globs or parts of cell names, separated by commas")
-    parser.add_argument("--resume", action="store_true", help="leave out cells that FILE has from these sources")
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
     return parser
 

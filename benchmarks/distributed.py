@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "masks": ["causal", "docs2k", "window1k", "packed", "window"],
         "dtype": "bfloat16", "rounds": 10, "burst_ms": 50.0, "cells": "",
     }  # fmt: skip
-    args = new_parser("distributed", __doc__, defaults).parse_args(argv)
+    args = new_parser("distributed", __doc__, defaults, resumes=False).parse_args(argv)
     if "RANK" in os.environ:
         work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), args)
         return 0

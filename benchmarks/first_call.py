@@ -26,7 +26,7 @@ from torch import Tensor
 import flashtile
 from benchmarks.results import ROOT, Row
 from benchmarks.session import Session, new_parser, run_command, words
-from benchmarks.table import to_text
+from benchmarks.table import Table, to_text
 
 # Tests put a machine without a GPU here.
 DEVICE = "cuda"
@@ -287,7 +287,7 @@ def rows_of(name: str, state: str, session: Session, cache: str, kernels: str) -
     )
 
 
-def report(rows: Sequence[Row]) -> str:
+def first_table(rows: Sequence[Row]) -> Table:
     """Seconds, a line a case: forward, backward, kernels compiled, and whether Triton was imported."""
     lines = [["what", "state", "forward, s", "backward, s", "compiled", "imports Triton"]]
     for row in rows:
@@ -298,22 +298,25 @@ def report(rows: Sequence[Row]) -> str:
         back = f"{values['backward_s']:.2f}" if "backward_s" in values else ""
         compiled, imports = str(values.get("compiled", "")), str(values["imports_triton"])
         lines.append([row.case["name"], state, f"{row.median_ms / 1e3:.2f}", back, compiled, imports])
-    return to_text(lines)
+    return lines
 
 
 def _measure_all(args: argparse.Namespace, session: Session) -> tuple[list[Row], int, str]:
     states, names = args.states or STATES, args.cases or list(CASES)
     with tempfile.TemporaryDirectory() as folder:
-        work = []
-        for name in names:
+
+        def measured(name: str) -> list[Row]:
+            found = []
             for state in states:
                 if state == "archive" and name.startswith("FlexAttention"):
                     continue
                 # The warm cache is the one that an empty one has become.
                 cache = os.path.join(folder, f"{name}{'' if state != 'archive' else state}".replace(" ", "-"))
-                work.append((name, state, session, cache, args.kernels))
-        rows, code = session.each(work, lambda item: f"{item[0]}, {item[1]}", lambda item: [rows_of(*item)])
-    return rows, code, report(rows)
+                found.append(rows_of(name, state, session, cache, args.kernels))
+            return found
+
+        rows, code = session.each(names, str, measured)
+    return rows, code, to_text(first_table(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

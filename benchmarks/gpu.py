@@ -8,44 +8,31 @@ sources, steps with a log are skipped, and interrupted suites resume.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import itertools
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import sanitizer
-from benchmarks.results import ROOT, git_commit
+from benchmarks.all import SUITES, command_of, last_line, run
+from benchmarks.results import git_commit
 from benchmarks.session import OUT_OF_TIME, words
 
-# Step -> (seconds, arguments of python -m benchmarks.NAME); rows and the time limit are added.
+# Suites of benchmarks.all, and what it leaves out: seconds and arguments of python -m benchmarks.NAME.
 _SUITES = {
-    "warm": (300, "warm"),
-    "forward": (240, "run forward --resume"),
-    "backward": (240, "run backward --resume"),
-    "forward-fp16": (240, "run forward --dtype float16 --resume"),
-    "host": (150, "host"),
+    **{name: SUITES[name] for name in ("forward", "backward", "host", "loop", "varlen", "mods", "selected", "fp8")},
+    **{name: SUITES[name] for name in ("ablations", "decode", "serving", "mla")},
+    "forward-fp16": (240, "run forward --dtype float16"),
     "new-lengths": (60, "host --new-lengths"),
-    "loop": (120, "loop"),
     "memory": (100, "memory"),
     "accuracy": (200, "accuracy"),
-    "varlen": (100, "varlen"),
-    "mods": (600, "mods"),
-    "selected": (900, "selected"),
-    "ablations": (150, "run ablations --resume"),
-    "fp8": (120, "run fp8 --resume"),
     "train": (400, "train"),
-    "decode": (400, "decode --providers flashtile-hopper,flashtile-portable,fa3,sdpa --resume"),
-    "decode-cold": (100, "decode --measures cold --cells *h32x8*,*h64x8* --resume"),
-    "serving": (240, "serving --resume"),
-    "mla": (120, "mla --resume"),
+    "decode-cold": (100, "decode --measures cold --cells *h32x8*,*h64x8*"),
     "decode-host": (60, "decode --measures host loop --cells *b1-k1k*"),
 }
 _TOOLS = ("memcheck", "racecheck", "initcheck")
@@ -69,40 +56,16 @@ def steps(out: Path, commit: str) -> dict[str, tuple[float, list[str]]]:
         options = ["--print-limit", "400", *(["--check-api-memory-access", "no"] if tool == "initcheck" else [])]
         call = [sys.executable, "-m", "tests.gpu.sanitize", backend]
         found[f"{tool}-{backend}"] = 300, ["compute-sanitizer", "--tool", tool, *options, *call]
+    found["warm"] = 300, [sys.executable, "-m", "benchmarks.warm", "--budget-s", "285"]
     for name, (limit_s, arguments) in _SUITES.items():
-        module, *rest = arguments.split()
-        rows = [] if name == "warm" else ["--out", str(out / "rows.jsonl"), "--commit", commit]
-        command = [sys.executable, "-m", f"benchmarks.{module}", *rest, *rows, "--budget-s", str(limit_s - 15)]
-        found[name] = limit_s, command
+        command = command_of(arguments, out / "rows.jsonl", commit, limit_s - 15)
+        found[name] = limit_s, [each for each in command if (name, each) != ("train", "--resume")]
     return found
-
-
-def run(command: list[str], limit_s: float, log: Path) -> int | None:
-    """Runs a command from the sources' root with its output in a file; returns its exit code, None if killed."""
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
-    if command[0] == "compute-sanitizer":
-        variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    with log.open("a", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-        )
-        try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            # Also after it ended by itself: its children would run during the next step.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-                time.sleep(1.0)
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def judge(name: str, code: int | None, log: str) -> str:
     """``ok`` or ``FAILED`` with a reason, from how a step ended and what it printed."""
-    said = [line.strip() for line in log.splitlines() if line.strip()]
-    last = said[-1][:160] if said else "nothing printed"
+    last = last_line(log)
     tool, _, backend = name.partition("-")
     if code is None or code == OUT_OF_TIME:
         return f"FAILED: out of time; {last}"

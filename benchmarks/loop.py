@@ -69,7 +69,7 @@ def _measure_all(args: argparse.Namespace, session: Session) -> tuple[list[Row],
     chosen = choose_providers(args.providers or PROVIDER_NAMES, "backward", session.device)
     timed = functools.partial(measure, chosen=chosen, session=session, rounds=args.rounds, sample_ms=args.sample_ms)
     work = [(case, direction) for direction in DIRECTIONS for case in CASES[args.device]]
-    rows, code = session.each(work, lambda item: f"{item[1]}, {item[0].name}", timed)
+    rows, code = session.each(work, lambda item: f"{item[1]}, batch {item[0].batch}, {item[0].name}", timed)
     failed = [f"{row.provider}: {row.error}" for row in rows if row.median_ms is None]
     return rows, code, "\n".join([to_text(loop_table(rows)), *dict.fromkeys(failed)])
 

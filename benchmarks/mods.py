@@ -346,7 +346,7 @@ def _measure_all(args: argparse.Namespace, session: Session) -> tuple[list[resul
         timed = functools.partial(
             measure_cell, providers=providers, session=session, rounds=args.rounds, burst=args.burst_ms
         )
-    rows, code = session.each(chosen, lambda cell: cell.name, timed)
+    rows, code = session.each(chosen, lambda cell: "first " * args.first + cell.name, timed)
     return rows, code, report(rows)
 
 

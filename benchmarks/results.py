@@ -11,12 +11,14 @@ import platform
 import re
 import subprocess
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks import sources
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -39,6 +41,14 @@ class Row:
     error: float | str | None  # relative to float64, if checked; text, without a time, if refused, failed or wrong
     extra_bytes: int | None = None  # peak memory of a call beyond inputs and outputs; only of suite ``memory``
     values: dict[str, Any] | None = None  # what else was measured; only of suites ``accuracy``, ``host`` and ``train``s
+    code: str = ""  # the library's sources that the suite times: ``benchmarks.sources``
+    cell: str = ""  # the name of what was measured in one go, and the seconds that it took in all
+    seconds: float | None = None
+    cells: int | None = None  # how many the whole suite has, if all were asked for
+
+    def same_sources(self, other: Row | Run) -> bool:
+        """Whether suite, commit and device are the same."""
+        return (self.suite, self.commit, self.device) == (other.suite, other.commit, other.device)
 
     def to_json(self) -> str:
         """The row as one line."""
@@ -46,10 +56,14 @@ class Row:
         for name, suites in _FIELDS_OF_SUITES.items():
             if self.suite not in suites:
                 del fields[name]
+        for name in ("code", "cell", "seconds", "cells"):
+            if fields[name] in ("", None):
+                del fields[name]
         return json.dumps(fields, allow_nan=False)
 
 
-_FIELDS_OF_SUITES = {"extra_bytes": ("memory",), "values": ("accuracy", "host", "first_call", "train", "train-fp8")}
+_WITH_VALUES = ("accuracy", "host", "first_call", "selected", "train", "train-fp8")
+_FIELDS_OF_SUITES = {"extra_bytes": ("memory",), "values": _WITH_VALUES}
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,7 @@ class Run:
     device: str
     versions: dict[str, str]
     commit: str
+    code: str = ""
 
     def row(self, case: dict[str, Any], provider: str, **measured: Any) -> Row:
         """A row of this run; fields not given are None."""
@@ -71,7 +86,8 @@ class Run:
 def new_run(suite: str, device: torch.device, commit: str | None = None) -> Run:
     """Records this process, machine and checkout; its commit comes from git if not given."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%f")
-    return Run(suite, f"{now}-{uuid.uuid4().hex[:8]}", device_name(device), versions(), commit or git_commit())
+    code = sources.digest(suite) if device.type == "cuda" else ""
+    return Run(suite, f"{now}-{uuid.uuid4().hex[:8]}", device_name(device), versions(), commit or git_commit(), code)
 
 
 def device_name(device: torch.device) -> str:
@@ -156,3 +172,14 @@ def saved(folder: Path = RESULTS) -> list[Row]:
     """All saved rows, except rows of our kernels in sources that are no commit's: nobody could repeat them."""
     rows = read(sorted(folder.rglob("*.jsonl")))
     return [row for row in rows if not ("-dirty" in row.commit and row.provider.startswith("flashtile"))]
+
+
+def of_suite(rows: Sequence[Row], suite: str) -> list[Row]:
+    """The rows of a suite on the device measured last, since rows of different devices are not comparable."""
+    chosen = [row for row in rows if row.suite == suite]
+    return [row for row in chosen if row.device == chosen[-1].device] if chosen else []
+
+
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """The last row of each case and provider, which tables show."""
+    return list({(str(row.case), row.provider): row for row in rows}.values())

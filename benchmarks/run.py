@@ -30,9 +30,10 @@ from benchmarks.session import Session, new_parser, run_command
 from benchmarks.timing import Timing, measure
 
 GPU_PROVIDERS = ("flashtile-portable", "flashtile-hopper", "fa3", "cudnn", "fa2", "eager")
+_SPEEDS = ("flashtile", "flashtile-portable", "fa3", "cudnn", "fa2", "eager")
 DEFAULT_PROVIDERS = {
-    "forward": GPU_PROVIDERS,
-    "backward": GPU_PROVIDERS,
+    "forward": _SPEEDS,
+    "backward": _SPEEDS,
     "models": ("flashtile", "flashtile-portable", "fa3", "cudnn", "fa2", "flex"),
     "models-portable": ("flashtile-portable", "fa2"),
     "ablations": ("flashtile-hopper", *(f"flashtile-hopper-{name}" for name in CHANGES), "flashtile-portable", "fa3"),
@@ -92,25 +93,6 @@ def second_call(provider: Provider, case: Case, inputs: Inputs, what: str | None
     return call, provider.native(call(), case)
 
 
-def done_before(path: Path, run: results.Run, names: Sequence[str], cases: Sequence[object]) -> list[results.Row]:
-    """Rows of cells that need not be measured again: the file has all providers' in one run, and none failed.
-
-    Only rows of the same sources and device as ``run`` count.
-    """
-    if not path.exists():
-        return []
-    same = (run.suite, run.commit, run.device)
-    rows = [
-        row for row in results.read([path]) if (row.suite, row.commit, row.device) == same and row.provider in names
-    ]
-    found = []
-    for cell in table.cells(rows):
-        failed = any(str(row.error).startswith("failed") for row in cell.rows.values())
-        if cell.case in cases and set(cell.rows) == set(names) and not failed:
-            found += list(cell.rows.values())
-    return found
-
-
 def _measure_all(args: argparse.Namespace, session: Session) -> tuple[list[results.Row], int, str]:
     names = args.providers or DEFAULT_PROVIDERS[args.suite]
     cases = select(suite(args.suite, args.dtype), args.cells)
@@ -120,12 +102,9 @@ def _measure_all(args: argparse.Namespace, session: Session) -> tuple[list[resul
     chosen = choose_providers(names, direction, session.device)
     if not chosen:
         raise ValueError("no provider is left")
-    before = done_before(session.out, session.run, [p.name for p in chosen], cases) if args.resume else []
-    left = [case for case in cases if case not in {Case.from_dict(row.case) for row in before}]
     timed = functools.partial(run_cell, chosen=chosen, session=session, rounds=args.rounds, burst_ms=args.burst_ms)
-    rows, code = session.each(left, lambda case: case.name, timed)
-    report = table.report([*before, *rows], "ms" if args.suite == "cpu" else "TFLOPS")
-    return rows, 0 if before and not left else code, report
+    rows, code = session.each(cases, lambda case: case.name, timed, [provider.name for provider in chosen])
+    return rows, code, table.report(rows, "ms" if args.suite == "cpu" else "TFLOPS")
 
 
 def _last_words(session: Session) -> None:
@@ -139,7 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = new_parser("run", __doc__, {"dtype": "bfloat16", "rounds": 12, "burst_ms": 6.0})
     parser.add_argument("suite", choices=tuple(DEFAULT_PROVIDERS))
     parser.add_argument("--cells", metavar="PATTERN", help="globs or parts of cell names, separated by commas")
-    parser.add_argument("--resume", action="store_true", help="leave out cells that FILE has from these sources")
     parser.add_argument("--against", type=Path, metavar="PATH", help="race ours with ours of the checkout at PATH")
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
     args = parser.parse_args(argv)

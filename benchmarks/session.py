@@ -10,7 +10,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +61,21 @@ def attempt(device: torch.device, name: str, action: Callable[[], Result]) -> Re
         return f"failed: {text}"[:_ERROR_CHARACTERS]
 
 
+def complete(rows: Sequence[results.Row], providers: Sequence[str] = ()) -> dict[str, list[results.Row]]:
+    """The rows of cells that need not be measured again: a run had all providers, and none failed, or twice."""
+    by_run: dict[str, dict[str, list[results.Row]]] = {}
+    for row in rows:
+        if not providers or row.provider in providers:
+            by_run.setdefault(row.cell, {}).setdefault(row.run, []).append(row)
+    found = {}
+    for cell, runs in by_run.items():
+        whole = [of for of in runs.values() if not set(providers) - {row.provider for row in of}]
+        good = [of for of in whole if not any(str(row.error).startswith("failed") for row in of)]
+        if cell and (good or len(whole) > 1):
+            found[cell] = (good or whole)[-1]
+    return found
+
+
 @dataclass(frozen=True)
 class Session:
     """One process that measures: its rows' shared fields, device, output file and deadline."""
@@ -68,20 +84,39 @@ class Session:
     device: torch.device
     out: Path
     deadline: Deadline = field(default_factory=Deadline)
+    resume: bool = False
+    whole: bool = False  # all cells are asked for
 
     def saved(self) -> list[results.Row]:
         """The rows of this process that are on the disk."""
         return [row for row in results.read([self.out] if self.out.exists() else []) if row.run == self.run.run]
 
+    def left(
+        self, cells: Sequence[Cell], name_of: Callable[[Cell], str], providers: Sequence[str] = ()
+    ) -> tuple[list[Cell], list[results.Row]]:
+        """The cells to measure, and to resume the rows of the others: of these sources, device and providers."""
+        if self.resume and len({name_of(cell) for cell in cells}) < len(cells):
+            raise ValueError("resume is of cells by name, and two have the same")
+        rows = results.read([self.out] if self.resume and self.out.exists() else [])
+        done = complete([row for row in rows if row.same_sources(self.run)], providers)
+        kept = {name_of(cell): done[name_of(cell)] for cell in cells if name_of(cell) in done}
+        return [cell for cell in cells if name_of(cell) not in kept], list(chain(*kept.values()))
+
     def each(
-        self, cells: Sequence[Cell], name_of: Callable[[Cell], str], measure: Callable[[Cell], list[results.Row]]
+        self,
+        cells: Sequence[Cell],
+        name_of: Callable[[Cell], str],
+        measure: Callable[[Cell], list[results.Row]],
+        providers: Sequence[str] = (),
     ) -> tuple[list[results.Row], int]:
         """Measures the cells in order, saves and prints each one's rows; returns all rows and the exit code.
 
-        No cell is started that might end after the deadline, judged by the longest so far; a cell that raises
-        ``OutOfTimeError`` gives no rows, and a lost device ends the process's work.
+        To resume, cells that ``left`` leaves out are not measured again, and their rows come first. No cell is started
+        that might end after the deadline, judged by the longest so far; a cell that raises ``OutOfTimeError`` gives no
+        rows, and a lost device ends the process's work.
         """
-        rows: list[results.Row] = []
+        about: dict[str, Any] = {"cells": len(cells)} if self.whole else {}
+        cells, rows = self.left(cells, name_of, providers)
         begun_s, longest_s = self.deadline.clock(), 0.0
         for done, cell in enumerate(cells):
             start_s = self.deadline.clock()
@@ -93,10 +128,12 @@ class Session:
             except (DeviceLostError, OutOfTimeError) as error:
                 print(f"{name_of(cell)}: {error}: stopped after {done} of {len(cells)} cells", flush=True)
                 return rows, OUT_OF_TIME if isinstance(error, OutOfTimeError) else 1
-            results.append(self.out, found)
-            rows += found
             now_s = self.deadline.clock()
             longest_s = max(longest_s, now_s - start_s)
+            about |= {"cell": name_of(cell), "seconds": round(now_s - start_s, 1)}
+            found = [replace(row, **about) for row in found]
+            results.append(self.out, found)
+            rows += found
             print(f"[{done + 1:2}/{len(cells)}] {now_s - begun_s:5.1f} s ", name_of(cell), end="  ")
             print(*map(shown, found), sep=" | ", flush=True)
         return rows, 0 if rows else 1
@@ -126,7 +163,12 @@ def numbers(text: str) -> list[int]:
 
 
 def new_parser(
-    name: str, doc: str | None, defaults: Mapping[str, Any], devices: Sequence[str] = ("cuda", "cpu")
+    name: str,
+    doc: str | None,
+    defaults: Mapping[str, Any],
+    devices: Sequence[str] = ("cuda", "cpu"),
+    *,
+    resumes: bool = True,
 ) -> argparse.ArgumentParser:
     """A parser with the options of every benchmark, and an option for each default, of its type."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").splitlines()[0])
@@ -134,6 +176,8 @@ def new_parser(
     parser.add_argument("--providers", type=words, metavar="A,B", help="names separated by commas")
     parser.add_argument("--out", type=Path, metavar="FILE", help="rows are appended here")
     parser.add_argument("--budget-s", type=float, metavar="S", help="end within so many seconds, by force if need be")
+    if resumes:
+        parser.add_argument("--resume", action="store_true", help="leave out cells that FILE has from these sources")
     parser.add_argument("--commit", help="of a copy of the sources that has no repository")
     for option, default in defaults.items():
         kind: Callable[[str], Any] = type(default)
@@ -165,7 +209,9 @@ def run_command(
     print(f"{suite} on {run.device}, {run.versions}, commit {run.commit}, run {run.run}", flush=True)
     left_s = math.inf if args.budget_s is None else args.budget_s - (time.monotonic() - start_s)
     deadline = Deadline(left_s - min(_RESERVE_S, 0.1 * left_s))
-    session = Session(run, device, args.out or results.default_file(suite, run.device), deadline)
+    whole = not getattr(args, "cells", None)
+    out = args.out or results.default_file(suite, run.device)
+    session = Session(run, device, out, deadline, getattr(args, "resume", False), whole)
 
     def stop() -> None:
         try:
@@ -179,11 +225,11 @@ def run_command(
     if left_s < math.inf:
         timer.start()
     try:
-        rows, code, report = body(args, session)
+        _, code, report = body(args, session)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     finally:
         timer.cancel()
-    print(f"\n{report}\n\n{len(rows)} rows appended to {session.out}")
+    print(f"\n{report}\n\n{len(session.saved())} rows appended to {session.out}")
     return code

@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "steps": 2000, "seqlen": 512, "width": 384, "tokens": 16384, "layers": 6,
         "contexts": [512, 2048, 8192], "speed_width": 1024, "rounds": 8, "suite": "train",
     }  # fmt: skip
-    args = new_parser("train", __doc__, defaults).parse_args(argv)
+    args = new_parser("train", __doc__, defaults, resumes=False).parse_args(argv)
     return run_command(args, args.suite, _measure_all)
 
 

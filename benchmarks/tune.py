@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "head_dims": ["64", "128", "256"], "masks": ["full", "causal"], "seqlens": [512, 2048, 8192],
         "dtype": "bfloat16", "tiles": [], "only": [], "rounds": 5, "workers": WORKERS, "check_s": 240.0,
     }  # fmt: skip
-    parser = new_parser("tune", __doc__, defaults)
+    parser = new_parser("tune", __doc__, defaults, resumes=False)
     parser.add_argument("backend", choices=tuple(KERNELS))
     parser.add_argument("kernel", help="; ".join(f"{name}: {', '.join(of)}" for name, of in KERNELS.items()))
     args = parser.parse_args(argv)
