@@ -88,10 +88,19 @@ class DecodeCase:
         """The number of caches that calls take in turn."""
         return math.ceil(COLD_BYTES / self.cache_bytes) if self.measure == "cold" else 1
 
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """Queries and keys of each sequence."""
+        return [(self.seqlen_q, n) for n in self.lengths]
+
+    @property
+    def key_bytes(self) -> float:
+        """Bytes of a position of the cache."""
+        return self.cache_bytes / math.prod(self.cache_shape[:2])
+
     def gb_per_s(self, median_ms: float) -> float:
         """The rate at which keys and values are read."""
-        per_key = self.cache_bytes / math.prod(self.cache_shape[:2])
-        return sum(self.lengths) * per_key / (median_ms * 1e6)
+        return sum(self.lengths) * self.key_bytes / (median_ms * 1e6)
 
     def calls(self, pool: Tensor) -> list[dict[str, Tensor]]:
         """The tensors of ``copies`` calls by the names of their arguments."""

@@ -40,7 +40,7 @@ class LatentCase:
     variant: str = ""
     measure: str = "graph"
 
-    dtype, copies, head_dim = "bfloat16", 1, _DIM
+    dtype, copies, head_dim, head_dim_v = "bfloat16", 1, _DIM, _DIM_V
 
     @property
     def name(self) -> str:
@@ -65,9 +65,19 @@ class LatentCase:
         """The shape of latent rows: pages, rows, heads, columns."""
         return (sum(math.ceil(n / self.page_size) for n in self.lengths), self.page_size, 1, _DIM)
 
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """Queries and keys of each sequence."""
+        return [(self.seqlen_q, n) for n in self.lengths]
+
+    @property
+    def key_bytes(self) -> float:
+        """Bytes of a latent row."""
+        return _ROW_BYTES if self.variant == "fp8" else 2 * _DIM
+
     def gb_per_s(self, median_ms: float) -> float:
         """The rate at which latent rows are read."""
-        return (_ROW_BYTES if self.variant == "fp8" else 2 * _DIM) * sum(self.lengths) / (median_ms * 1e6)
+        return sum(self.lengths) * self.key_bytes / (median_ms * 1e6)
 
     def calls(self, pool: Tensor) -> list[dict[str, Any]]:
         """The tensors of the one call by the names of their arguments; values are a view of the keys."""

@@ -20,6 +20,10 @@ from benchmarks.session import new_parser
 PROVIDER_NAMES = ("flashtile", MLA_PEER)
 
 
+# A line per case: GB/s of latent rows and the time of each provider, and how many times faster ours is than the peer.
+latent_table = functools.partial(table.speed_table, unit="GB/s", against=MLA_PEER)
+
+
 def report(rows: Sequence[results.Row]) -> str:
     """What a run prints at its end."""
     grid = table.cells(rows)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import decode, results, table
-from benchmarks.page import DOCS_PAGES, fill_tables, latest, of_suite
-from benchmarks.results import ROOT, Row
+from benchmarks.page import DOCS_PAGES, fill_tables
+from benchmarks.results import ROOT, Row, latest, of_suite
 from benchmarks.table import Cell
 from benchmarks.train import smooth, training_of
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import flashtile
-from benchmarks import results
+from benchmarks import bounds, results
 from benchmarks.cases import Inputs, make_inputs, select
 from benchmarks.checks import Call, Outputs, poison
 from benchmarks.providers import PROVIDERS, Attend, prepared
@@ -38,7 +38,7 @@ from benchmarks.selections import (
     token_pairs,
 )
 from benchmarks.session import NotTimedError, Session, attempt, new_parser, run_command
-from benchmarks.table import to_text
+from benchmarks.table import BOUND, Table, case_of, to_text
 from benchmarks.timing import measure
 from flashtile import masks
 from flashtile.core.errors import UnsupportedError
@@ -46,6 +46,8 @@ from flashtile.core.errors import UnsupportedError
 DENSE = ("dense", "fa3")
 OF_BLOCKS = ("flashtile", "flashtile-portable", "flex", *DENSE, "lists")
 OF_TOKENS = ("flashtile", "flashtile-padded")
+# The longest sequence for which FlexAttention races its tiles: for one cell that took 132 s.
+_TUNED = 65536
 # Heads of ``flashtile-padded``.
 _PADDED = 64
 
@@ -65,20 +67,33 @@ def flex_mask(cell: BlockCell, kept: Tensor) -> BlockMask:
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(cell.rows, cell.keys), mask_mod=mod)
 
 
+def flex_tiles(cell: BlockCell) -> dict[str, int]:
+    """FlexAttention's tiles by the names of its options; none for cells short enough that it may try them all.
+
+    Its usual tiles are too large for blocks of 64.
+    """
+    rows, keys = min(cell.rows, 64), min(cell.keys, 64)
+    forward, backward = {"BLOCK_M": rows, "BLOCK_N": keys}, {"BLOCK_M1": rows, "BLOCK_N1": keys}
+    return {} if cell.seqlen <= _TUNED else {**forward, **backward, "BLOCK_M2": rows, "BLOCK_N2": keys}
+
+
 def flex(cell: BlockCell, kept: Tensor) -> Attend:
-    """FlexAttention, compiled: the best of its tiles, because its usual ones are too large for blocks of 64."""
+    """FlexAttention, compiled, with ``flex_tiles`` or the best of all that it tries."""
     if kept.device.type != "cuda":
         raise NotTimedError("refused: reads lists only if compiled for a GPU")
     if cell.rows < 16:
         raise NotTimedError("refused: has no tile of fewer than 16 rows")
     torch.compiler.reset()
-    call = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
+    tiles: Any = flex_tiles(cell)
+    call = torch.compile(flex_attention, dynamic=False, mode=None if tiles else "max-autotune-no-cudagraphs")
     mask = flex_mask(cell, kept)
+    more: dict[str, Any] = {"enable_gqa": cell.heads != cell.heads_kv, "kernel_options": tiles or None}
+    attention: Any = functools.partial(call, block_mask=mask, **more)
 
     def attend(*given: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in given)
-        out = call(q, k, v, block_mask=mask, enable_gqa=cell.heads != cell.heads_kv)
-        return out.transpose(1, 2)  # type: ignore[no-any-return, union-attr]
+        out: Tensor = attention(q, k, v)
+        return out.transpose(1, 2)
 
     return attend
 
@@ -186,26 +201,27 @@ def timed_rows(
         if name in timings:
             measured |= vars(timings[name])
             measured["tflops"] = flops[name] / (timings[name].median_ms * 1e9) or None
+            if name == "flex" and isinstance(cell, BlockCell):
+                measured["values"] = {"tiles": flex_tiles(cell) or "the best of max-autotune"}
         rows.append(session.run.row(asdict(cell), name, **measured))
     return rows
 
 
-def report(rows: Sequence[results.Row]) -> str:
-    """A line a cell: milliseconds of each, ours in TFLOPS, and beside attention without lists.
+def selected_table(rows: Sequence[results.Row]) -> Table:
+    """A line a cell: milliseconds of each, ours in TFLOPS, beside attention without lists, and its share of the bound.
 
     ``ideal`` is the share of kept pairs times the speed-up: 1 where time falls as pairs do.
     """
-    names, lines, failed = list(dict.fromkeys(row.provider for row in rows)), [], []
+    names, lines = list(dict.fromkeys(row.provider for row in rows)), []
     for case in dict.fromkeys(str(row.case) for row in rows):
         found = {row.provider: row for row in rows if str(row.case) == case}
         about = next(iter(found.values())).case
         label = " ".join(filter(None, (about.get("direction"), about["kind"])))
         line = [label, *("" if n not in found or not (t := found[n].median_ms) else f"{t:.4g}" for n in names)]
-        failed += [f"{label}: {n}: {r.error}" for n, r in found.items() if str(r.error).startswith(("wrong", "failed"))]
         own, dense = found.get("flashtile"), [r for n, r in found.items() if n in DENSE and r.median_ms]
-        figures = [""] * 5
+        figures = [""] * 6
         if own is not None and own.median_ms and own.tflops:
-            figures[0] = f"{own.tflops:.4g}"
+            figures[0], figures[5] = f"{own.tflops:.4g}", bounds.shown(own, case_of(own))
             if "queries" in about:
                 figures[4] = f"{TokenCell(**about).selected_bytes / (own.median_ms * 1e6):.4g}"
             if dense:
@@ -215,8 +231,15 @@ def report(rows: Sequence[results.Row]) -> str:
                 ideal = own.tflops / (best.tflops or 1.0)
                 figures[1:4] = f"{ideal / speedup:.4f}", f"{speedup:.2f}", f"{ideal:.2f}"
         lines.append([*line, *figures])
-    head = ["cell (ms)", *names, "TFLOPS", "kept", "over dense", "ideal", "GB/s"]
-    return "\n\n".join([to_text([head, *lines]), *(["\n".join(failed)] if failed else [])])
+    return [["cell (ms)", *names, "TFLOPS", "kept", "over dense", "ideal", "GB/s", BOUND], *lines]
+
+
+def report(rows: Sequence[results.Row]) -> str:
+    """The table, and what failed."""
+    bad = [row for row in rows if str(row.error).startswith(("wrong", "failed"))]
+    labels = (" ".join(filter(None, (row.case.get("direction"), row.case["kind"]))) for row in bad)
+    failed = [f"{label}: {row.provider}: {row.error}" for label, row in zip(labels, bad, strict=True)]
+    return "\n\n".join([to_text(selected_table(rows)), *(["\n".join(failed)] if failed else [])])
 
 
 def _measure_all(args: argparse.Namespace, session: Session) -> tuple[list[results.Row], int, str]:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from itertools import chain
 
-from benchmarks import decode, results, table
+from benchmarks import bounds, decode, results, table
 from benchmarks.decode import PEER, Group
 from benchmarks.providers import OURS, PROVIDERS, OwnBits, Provider
 from benchmarks.session import Session, new_parser
@@ -30,7 +30,7 @@ _AHEAD = 0.5
 
 
 def steps_table(grid: Sequence[Cell]) -> Table:
-    """A line per heads and cache, a column per step: our microseconds, and how many times faster than the peer."""
+    """A line per heads and cache, a column per step: our microseconds, speed over the peer, share of the bound."""
     cells = decode.plain(grid)
     steps = list(dict.fromkeys(cell.case.step for cell in cells))
     lines: dict[str, dict[str, str]] = {}
@@ -41,9 +41,10 @@ def steps_table(grid: Sequence[Cell]) -> Table:
             time_ms, ratio = cell.time(name), cell.ratio(name, PEER)
             line[cell.case.step] = str(cell.rows[name].error).split(":")[0]
             if time_ms is not None:
-                line[cell.case.step] = f"{1e3 * time_ms:.1f}" + ("" if ratio is None else f" ({ratio:.2f})")
+                more = ["" if ratio is None else f"{ratio:.2f}", bounds.shown(cell.rows[name], cell.case)]
+                line[cell.case.step] = f"{1e3 * time_ms:.1f} ({', '.join(filter(None, more))})".removesuffix(" ()")
     shown = ([name, *(of.get(x, "") for x in steps)] for name, of in lines.items())
-    return [[f"us (speed over {PEER})", *steps], *shown]
+    return [[f"us (speed over {PEER}, {table.BOUND})", *steps], *shown]
 
 
 def cost_table(grid: Sequence[Cell]) -> Table:

@@ -76,6 +76,11 @@ class StepCase:
         return STEPS[self.step]
 
     @property
+    def key_bytes(self) -> float:
+        """Bytes of a position of the cache."""
+        return 4.0 * self.num_heads_kv * self.head_dim
+
+    @property
     def bounds(self) -> list[int]:
         """``cu_seqlens_q``."""
         return list(accumulate((rows for rows, _ in self.sequences), initial=0))

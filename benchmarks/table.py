@@ -11,21 +11,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import bounds
 from benchmarks.caches import DecodeCase
 from benchmarks.cases import Case
 from benchmarks.latent import LatentCase
 from benchmarks.providers import OURS, PROVIDERS
 from benchmarks.results import Row
+from benchmarks.selections import BlockCell, TokenCell
 from benchmarks.steps import StepCase
 
 BEST_PEER = "best peer"
+# A cell is lost, on every page, if ours has less than this share of another's speed.
+LOST = 0.95
 # Providers of the cells of rounding to 8 bits; a copy counts as the peer.
 ROUNDING, COPY = f"{OURS}-quantize", "copy"
+# The column with ``Cell.bound``.
+BOUND = "share of bound"
 UNITS: dict[str, Callable[[Row], float | None]] = {
     "TFLOPS": lambda r: r.tflops,
     "ms": lambda r: r.median_ms,
     "us": lambda r: None if r.median_ms is None else 1e3 * r.median_ms,
-    "GB/s": lambda r: None if r.median_ms is None else DecodeCase(**r.case).gb_per_s(r.median_ms),
+    "GB/s": lambda r: None if r.median_ms is None else case_of(r).gb_per_s(r.median_ms),
 }
 
 
@@ -49,10 +55,20 @@ class Cell:
         ours, theirs = self.time(provider), self.time(against)
         return theirs / ours if ours is not None and theirs is not None else None
 
+    def bound(self) -> str:
+        """The share that our fastest time is of the rate that bounds the cell, as text."""
+        timed = [(t, name) for name in ours(self.rows) if (t := self.time(name)) is not None]
+        return bounds.shown(self.rows[min(timed)[1]], self.case) if timed else ""
+
 
 def case_of(row: Row) -> Any:
     """The cell that a row is about."""
     kinds: dict[str, Callable[..., Any]] = {"decode": DecodeCase, "serving": StepCase, "mla": LatentCase}
+    kinds["selected"] = BlockCell if "rows" in row.case else TokenCell
+    if row.suite == "mods":
+        from benchmarks.mods import Cell as ModCell  # which prints by this module
+
+        kinds["mods"] = ModCell
     return kinds[row.suite](**row.case) if row.suite in kinds else Case.from_dict(row.case)
 
 
@@ -104,7 +120,7 @@ class Summary:
     def line(self) -> list[str]:
         """Number of cells, how many were lost, geometric mean, best and worst ratio, worst cell."""
         values = list(self.ratios.values())
-        lost = sum(r < 1 for r in values)
+        lost = sum(r < LOST for r in values)
         numbers = [f"{x:.3f}" for x in (geomean(values), max(values), min(values))]
         return [str(len(values)), str(lost), *numbers, min(self.ratios, key=self.ratios.__getitem__)]
 
@@ -125,14 +141,15 @@ Table = list[list[str]]
 
 
 def speed_table(grid: Sequence[Cell], unit: str = "TFLOPS", against: str = BEST_PEER) -> Table:
-    """A row per cell: the speed of every provider in a unit, and ours over the best peer's or a certain one's."""
+    """A row per cell: every provider's speed, ours over the best peer's or a certain one's, its share of the bound."""
     names = providers(grid)
     columns = [(name, against) for name in ours(names)]
     short = {name: name.removeprefix("flashtile-") for name in names}
-    table = [[f"cell ({unit})", *short.values(), *(f"{short[name]} / {p}" for name, p in columns)]]
+    table = [[f"cell ({unit})", *short.values(), *(f"{short[name]} / {p}" for name, p in columns), BOUND]]
     for cell in grid:
         ratios = ["" if (ratio := cell.ratio(*pair)) is None else f"{ratio:.2f}" for pair in columns]
-        table.append([cell.case.name, *(_speed(cell.rows.get(name), unit) for name in names), *ratios])
+        speeds = [_speed(cell.rows.get(name), unit) for name in names]
+        table.append([cell.case.name, *speeds, *ratios, cell.bound()])
     return table
 
 
@@ -140,10 +157,11 @@ def changes_table(grid: Sequence[Cell]) -> Table:
     """The Hopper forward's TFLOPS, and how fast the others are beside it: what a change of its design costs."""
     design = f"{OURS}-hopper"
     names = [name for name in providers(grid) if name != design]
-    table = [["cell", f"{design}, TFLOPS", *(name.removeprefix(f"{design}-") for name in names)]]
+    table = [["cell", f"{design}, TFLOPS", *(name.removeprefix(f"{design}-") for name in names), BOUND]]
     for cell in grid:
         ratios = ["-" if (ratio := cell.ratio(name, design)) is None else f"{ratio:.3f}" for name in names]
-        table.append([cell.case.name, _speed(cell.rows.get(design), "TFLOPS"), *ratios])
+        share = bounds.shown(cell.rows.get(design), cell.case)
+        table.append([cell.case.name, _speed(cell.rows.get(design), "TFLOPS"), *ratios, share])
     return table
 
 
@@ -181,21 +199,6 @@ SUMMARY_HEAD = ["against", "cells", "lost", "geomean", "best", "worst", "worst c
 def summary_table(grid: Sequence[Cell]) -> Table:
     """The summaries as a table."""
     return [["provider", *SUMMARY_HEAD], *([s.provider, s.against, *s.line()] for s in summaries(grid))]
-
-
-def losses_table(grid: Sequence[Cell]) -> Table:
-    """Every cell in which our fastest provider is slower than the best peer, worst first."""
-    lost = []
-    for cell in grid:
-        timed = [(t, name) for name in ours(cell.rows) if (t := cell.time(name)) is not None]
-        if not timed:
-            continue
-        time_ms, name = min(timed)
-        best = cell.time(BEST_PEER)
-        if best is not None and best < time_ms:
-            winner = next(peer for peer in in_order(cell.rows) if cell.time(peer) == best)
-            lost.append((best / time_ms, [cell.case.name, name, winner, f"{best / time_ms:.3f}"]))
-    return [["cell", "ours", "faster peer", "ratio"], *(line for _, line in sorted(lost))]
 
 
 def problems(grid: Sequence[Cell]) -> list[str]:

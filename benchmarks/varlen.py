@@ -17,16 +17,16 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks import results, timing
+from benchmarks import bounds, results, timing
 from benchmarks.cases import DIRECTIONS, HIDDEN_SIZE, Case, Direction
 from benchmarks.checks import Call
 from benchmarks.providers import Provider, choose_providers
 from benchmarks.run import checked, timed_row
 from benchmarks.session import Session, new_parser, run_command
-from benchmarks.table import Table, in_order, to_text
+from benchmarks.table import BOUND, Table, in_order, to_text
 
 PROVIDER_NAMES = {
-    "cuda": ("flashtile-hopper", "flashtile-portable", "fa3", "fa2"),
+    "cuda": ("flashtile", "flashtile-portable", "fa3", "fa2"),
     "cpu": ("flashtile-cpu", "sdpa"),
 }
 # Draws 30 lengths from 18 to 15,897 tokens for 65,536: both ends of the range, and work that a dense batch can match.
@@ -109,9 +109,10 @@ def ratios(rows: Sequence[results.Row]) -> dict[tuple[Case, str], tuple[float, f
 
 
 def varlen_table(rows: Sequence[results.Row]) -> Table:
-    """A line per packed case and provider: rates, packed over dense, and over the same case by the fastest peer."""
+    """A line per packed case and provider: rates, packed over dense, over the fastest peer, share of the bound."""
     found = ratios(rows)
-    head = ["packed case", "provider", "TFLOPS", "dense TFLOPS", "packed / dense", "packed / best peer"]
+    last = {(Case.from_dict(row.case), row.provider): row for row in rows if row.tflops is not None}
+    head = ["packed case", "provider", "TFLOPS", "dense TFLOPS", "packed / dense", "packed / best peer", BOUND]
     lines = []
     for case in dict.fromkeys(case for case, _ in found):
         names = in_order([name for each, name in found if each == case])
@@ -119,7 +120,8 @@ def varlen_table(rows: Sequence[results.Row]) -> Table:
         for name in names:
             packed, dense = found[case, name]
             against = f"{packed / best:.2f}" if best and name.startswith("flashtile") else ""
-            lines.append([case.name, name, f"{packed:.3g}", f"{dense:.3g}", f"{packed / dense:.3f}", against])
+            rates = [f"{packed:.3g}", f"{dense:.3g}", f"{packed / dense:.3f}"]
+            lines.append([case.name, name, *rates, against, bounds.shown(last[case, name], case)])
     return [head, *lines]
 
 

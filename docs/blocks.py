@@ -68,45 +68,12 @@ def ring_model() -> str:
     return "\n".join(lines)
 
 
-def lost() -> str:
-    """Where the backend that a user gets was slower than the fastest peer, from the benchmarks' saved rows."""
-    from benchmarks import decode, page, results, table
-
-    places: dict[str, Callable[[Any], str]] = {
-        "forward": lambda c: f"forward, {c.mask}, head_dim {c.head_dim}",
-        "backward": lambda c: f"backward, {c.mask}, head_dim {c.head_dim}",
-        "models": lambda c: f"{c.direction}, {c.model}",
-        "varlen": lambda c: f"packed {c.direction}, {c.mask}, head_dim {c.head_dim}",
-        "decode": lambda c: f"decode, {c.num_heads_q} heads over {c.num_heads_kv} of {c.head_dim}",
-        "serving": lambda c: f"a server's step, {c.step}, {c.num_heads_q} heads over {c.num_heads_kv} of {c.head_dim}",
-    }
-    rows = results.saved()
-    lines = [["where", "lost", "of", "worst", "to"]]
-    for suite, place in places.items():
-        ours = "flashtile-hopper" if suite == "varlen" else "flashtile"
-        chosen = page.of_suite(rows, suite)
-        runs = {row.run for row in chosen if row.provider == ours}
-        grid = table.cells([row for row in chosen if row.run in runs])
-        found: dict[str, list[tuple[float, str]]] = {}
-        for cell in decode.plain(grid) if suite in ("decode", "serving") else grid:
-            ratio, best = cell.ratio(ours, table.BEST_PEER), cell.time(table.BEST_PEER)
-            if ratio is not None and (suite != "varlen" or cell.case.lengths is not None):
-                peer = next(name for name in cell.rows if cell.time(name) == best)
-                found.setdefault(place(cell.case), []).append((ratio, peer))
-        for where, ratios in found.items():
-            if slower := sorted(pair for pair in ratios if pair[0] < 0.995):
-                worst, peer = slower[0]
-                lines.append([where, str(len(slower)), str(len(ratios)), f"{worst:.2f}", peer])
-    return table.to_markdown(lines)
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     "support_table": flashtile.support_table,
     "settings_table": settings_table,
     "reproduced": reproduced,
     "derivation": derivation,
     "ring_model": ring_model,
-    "lost": lost,
 }
 
 _BLOCK = re.compile(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", re.DOTALL)

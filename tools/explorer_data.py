@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "extras")]
 import torch  # noqa: E402
 
 import flashtile  # noqa: E402
-from benchmarks import page, plot, results  # noqa: E402
+from benchmarks import plot, results  # noqa: E402
 from extras.tests.explore.recording import OPS, recording  # noqa: E402
 from flashtile.backends.hopper.forward import config as tiles  # noqa: E402
 from flashtile.call.problem import described  # noqa: E402
@@ -82,7 +82,7 @@ def ladder() -> dict[str, Any]:
             case, own = cell.case, cell.rows["flashtile"]
             day = runs[str(own.case), own.provider][:8]
             cells.append([suite, case.head_dim, case.causal, case.seqlen_q, day, speed, own.commit])
-    device = page.of_suite(rows, "forward")[-1].device
+    device = results.of_suite(rows, "forward")[-1].device
     columns = ["direction", "head_dim", "causal", "seqlen", "day", "tflops", "commit"]
     return {"device": device, "columns": columns, "cells": cells}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -164,8 +164,8 @@ def test_a_library_without_the_keyword_refuses_and_one_that_has_it_does_not(name
 
 
 def test_figures_beside_attention_without_lists():
-    run = results.new_run("selected", CPU, commit="abc")
-    cell = {"kind": "kept-8", "direction": "forward"}
+    run = replace(results.new_run("selected", CPU, commit="abc"), device="NVIDIA H200")
+    cell = asdict(CELLS["forward-kept-8"])
     rows = [
         run.row(cell, "flashtile", median_ms=2.0, tflops=100.0, error=0.003),
         run.row(cell, "dense", median_ms=10.0, tflops=160.0, error=0.003),
@@ -173,5 +173,5 @@ def test_figures_beside_attention_without_lists():
         run.row(cell, "flex", error="failed: no tile"),
     ]
     text = selected.report(rows)
-    assert text.splitlines()[2].split()[-4:] == ["100", "0.1250", "4.00", "0.50"]
+    assert text.splitlines()[2].split()[-6:] == ["100", "0.1250", "4.00", "0.50", "13%", "products"]
     assert text.endswith("forward kept-8: flex: failed: no tile")
