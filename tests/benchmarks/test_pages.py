@@ -14,7 +14,7 @@ import torch
 from benchmarks import all as suites
 from benchmarks import bounds, caches, latent, loop, measured, mods, page, results, selected, selections, sources, steps
 from benchmarks.cases import Case, suite
-from benchmarks.session import OUT_OF_TIME
+from benchmarks.session import OUT_OF_TIME, complete
 from benchmarks.table import LOST, Summary
 from benchmarks.varlen import cases, dense_like, draw_lengths
 
@@ -291,3 +291,17 @@ def test_any_suite_resumes(command: Any) -> None:
     again, printed = command(loop, options)
     assert again == rows and "0 rows appended" in printed and "user's loop" not in printed
     assert len(command(loop, f"{options} --commit abd")[0]) == 8
+
+
+def test_a_cell_that_failed_twice_is_left() -> None:
+    def rows(day: str, **measured: Any) -> list[results.Row]:
+        run = run_of(day=day)
+        made = [run.row({}, "flashtile", median_ms=1.0), run.row({}, "flex", **measured)]
+        return [replace(row, cell="a") for row in made]
+
+    failed = [rows(day, error="failed: no tile") for day in ("01", "02")]
+    assert complete(failed[0]) == {} and complete(failed[0] + failed[1]) == {"a": failed[1]}
+    good = rows("03", median_ms=2.0)
+    assert complete(good + failed[0]) == {"a": good} == complete(good, ["flex"])
+    assert complete(good, ["flex", "fa3"]) == {}
+    assert complete([replace(row, cell="") for row in good]) == {}, "rows of before cells had names"
