@@ -3,7 +3,8 @@
 Rows go to DIR/rows.jsonl, what a suite prints to DIR/SUITE.log; here it is a line. Cells with rows of this commit and
 device are not measured again, and ``--resume FILES`` brings rows of earlier runs, also of another machine with the same
 card. A suite that fails is told, and the next one begins. How long one may take goes by what its cells took before,
-where rows say so. Suites of several GPUs are started apart: ``benchmarks/distributed.py``.
+where rows say so. A peer that is missing is no reason to stop: a suite's line names who was timed. Suites of several
+GPUs are started apart: ``benchmarks/distributed.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from benchmarks import results
 from benchmarks.results import ROOT, Row
 from benchmarks.session import OUT_OF_TIME, complete, words
 
-# Suite -> seconds that it may take if no row says what its cells take, and the arguments of python -m benchmarks.NAME.
+# Suite -> seconds that it may take, more if rows say that its cells do, and the arguments of python -m benchmarks.NAME.
 SUITES = {
     "forward": (300, "run forward"),
     "backward": (300, "run backward"),
@@ -143,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif end_s - start_s < _LEAST_S:
             verdict = "not run, the time is spent"
         else:
-            limit_s = min(end_s - start_s, usual_s if before.left_s is None else 2 * before.left_s + _APART_S)
+            # Cells differ, so that the last ones may take far more than their share.
+            limit_s = min(end_s - start_s, max(usual_s, 2 * (before.left_s or 0.0) + _APART_S))
             log = out / f"{name}.log"
             code = run(command_of(arguments, path, commit, limit_s - 15), limit_s, log)
             said = last_line(log.read_text(encoding="utf-8", errors="replace"))

@@ -258,7 +258,7 @@ def test_all_suites_go_on_past_one_that_fails_and_from_where_others_stopped(driv
     def works(cells: list[int], code: int) -> Any:
         def work(limit_s: float) -> int:
             limits.append(limit_s)
-            measured_rows(path, "works", cells, 4)
+            measured_rows(path, "works", cells, 4, seconds=50.0)
             return code
 
         return work
@@ -266,10 +266,10 @@ def test_all_suites_go_on_past_one_that_fails_and_from_where_others_stopped(driv
     code, said, rows = drive({"fails": lambda limit: 1, "works": works([0, 1], OUT_OF_TIME)})
     assert code == 1 and len(rows) == 4
     assert said["fails"] == "FAILED: exit code 1; boom: 0 of unknown cells; nothing timed"
-    assert said["works"] == "out of time: 2 of 4 cells, about 10 s left; flashtile, fa3"
+    assert said["works"] == "out of time: 2 of 4 cells, about 100 s left; flashtile, fa3"
     code, said, rows = drive({"works": works([2, 3], 0)}, "--resume", str(path))
     assert (code, len(rows), said["works"]) == (0, 8, "done: 4 of 4 cells; flashtile, fa3")
-    assert limits == [100.0, 2 * 10 + 60]
+    assert limits == [100.0, 2 * 100 + 60]
     # Elsewhere, from these rows alone; rows of another commit do not count, but their seconds do.
     measured_rows(path, "other", [0, 1], 2, commit="abd", seconds=7.0)
     code, said, rows = drive(
@@ -302,6 +302,6 @@ def test_a_cell_that_failed_twice_is_left() -> None:
     failed = [rows(day, error="failed: no tile") for day in ("01", "02")]
     assert complete(failed[0]) == {} and complete(failed[0] + failed[1]) == {"a": failed[1]}
     good = rows("03", median_ms=2.0)
-    assert complete(good + failed[0]) == {"a": good} == complete(good, ["flex"])
+    assert complete(good + failed[0]) == {"a": good} and complete(good, ["flex"]) == {"a": good[1:]}
     assert complete(good, ["flex", "fa3"]) == {}
     assert complete([replace(row, cell="") for row in good]) == {}, "rows of before cells had names"
