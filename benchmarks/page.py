@@ -11,6 +11,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks import (
@@ -47,7 +48,7 @@ def _with_source(rows: Sequence[Row], *tables: table.Table) -> str:
 
 
 # Suite -> what its lost cells are listed under. Ours is what a user gets: of ``fp8`` after rounding, of ``mods`` with
-# lists of blocks, which FlexAttention has too.
+# lists of a mask's blocks, which FlexAttention has too.
 _PLACES: dict[str, Callable[[Any], str]] = {
     "forward": lambda c: f"forward, {c.mask}, head_dim {c.head_dim}",
     "backward": lambda c: f"backward, {c.mask}, head_dim {c.head_dim}",
@@ -80,8 +81,10 @@ def _with_ours(rows: Sequence[Row], ours: str) -> list[Row]:
 
 def compared(rows: Sequence[Row], suite: str) -> tuple[str, list[Cell]]:
     """What a user gets in a suite, by its provider's name, and the cells in which it and a peer were timed."""
-    ours = {"fp8": f"{OURS}-hopper-fp8", "mods": f"{OURS}-lists"}.get(suite, OURS)
+    ours, lists = f"{OURS}-hopper-fp8" if suite == "fp8" else OURS, f"{OURS}-lists"
     grid = table.cells(_with_ours(of_suite(rows, suite), ours))
+    if suite == "mods":
+        grid = [replace(cell, rows=cell.rows | {OURS: cell.rows[lists]}) if cell.time(lists) else cell for cell in grid]
     if suite in ("decode", "serving", "mla"):
         grid = decode.plain(grid)
     grid = [cell for cell in grid if suite != "varlen" or cell.case.lengths is not None]

@@ -103,6 +103,21 @@ def test_lost_cells_have_their_reasons_and_those_without_are_counted(monkeypatch
     assert "Not measured through `flashtile`: backward, varlen" in text
 
 
+def test_functions_are_held_against_flexattention_with_lists_of_blocks() -> None:
+    cells = (
+        mods.Cell("tree", "forward", "bfloat16", 2, 8192, 16, 64),
+        mods.Cell("t5", "forward", "bfloat16", 2, 8192, 16, 64),
+    )
+    times = {"flashtile": 9.0, "flashtile-lists": 1.1, "flex": 1.0}, {"flashtile": 1.2, "flex": 1.0}
+    run = run_of("mods")
+    rows = [
+        run.row(vars(cell), who, median_ms=ms) for cell, of in zip(cells, times, strict=True) for who, ms in of.items()
+    ]
+    assert [(round(ratio, 3), cell.case.mod) for ratio, cell, _ in page.lost_cells(rows, "mods")] == [
+        (0.833, "t5"), (0.909, "tree"),
+    ]  # fmt: skip
+
+
 def test_every_reason_is_of_a_cell_that_is_lost() -> None:
     rows = results.saved()
     for name, patterns in page.reasons().items():
@@ -272,6 +287,7 @@ def test_all_suites_go_on_past_one_that_fails_and_from_where_others_stopped(driv
     assert limits == [100.0, 2 * 100 + 60]
     # Elsewhere, from these rows alone; rows of another commit do not count, but their seconds do.
     measured_rows(path, "other", [0, 1], 2, commit="abd", seconds=7.0)
+    results.append(path, [replace(row, device=H200) for row in rows])
     code, said, rows = drive(
         {"works": works([], 1), "other": lambda limit: 75}, "--resume", str(path), folder="elsewhere"
     )
