@@ -45,7 +45,9 @@ def builds(arch: str) -> list[KernelBuild]:
     made += [build for problem in _split_problems() for build in builds_of(problem, "backward", ("gqa_splits",))[1::2]]
     packed = {"varlen": True, "batch": 1000}
     short = [
-        _problem(dim, band, seqlen_q=n, **packed) for n in (16, 32, 64, 128) for dim, band in ((64, _FULL), (128, _CAUSAL))
+        _problem(dim, band, seqlen_q=n, **packed)
+        for n in (16, 32, 64, 128)
+        for dim, band in ((64, _FULL), (128, _CAUSAL))
     ]
     made += [build for problem in short for build in builds_of(problem, "backward")]
     made += _decode_builds() + _cached_builds()
