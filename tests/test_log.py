@@ -205,7 +205,7 @@ def test_an_error_ends_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
         flashtile.log("ranges")
         x = torch.empty(2, 5, 4, 64, device="meta").half()
         about = "forward of float16 on cuda, batch 2, 5 x 5, 4 heads, head_dim 64, full"
-        monkeypatch.setattr(plan, "run", fail)
+        monkeypatch.setattr(plan, "start", fail)
         monkeypatch.setattr(build, "find_build", lambda *_: build.LoadedKernel(None, (), "a test", 0, None, []))
         with pytest.raises(RuntimeError, match="^a kernel$"):
             flashtile.attention(x, x, x)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,7 +23,8 @@ from triton.backends.nvidia.compiler import CUDABackend
 from flashtile.backends.gpu import build, driver, host, launch
 from flashtile.backends.gpu.host import Launcher
 from flashtile.backends.gpu.launch import Captured, Const, Launch, Pointer, TensorMap, pointer
-from flashtile.backends.gpu.plan import Plan
+from flashtile.backends.gpu.plan import Plan, empty
+from tests.poison import poisoned_memory
 
 
 class Matrix(NamedTuple):
@@ -68,6 +71,11 @@ class Compiled:
         return lambda *leaves, stream: self._driver.by_triton.append((grid, leaves, stream))
 
 
+def _number(address: Any) -> int | None:
+    """What ctypes passes for an ``address``."""
+    return ctypes.cast(address, ctypes.c_void_p).value
+
+
 class Driver:
     """Stands for the driver library: reads what it is given, and keeps it."""
 
@@ -84,12 +92,12 @@ class Driver:
         ctypes.memmove(at, text.ljust(driver.TENSOR_MAP_BYTES, b"\xee"), driver.TENSOR_MAP_BYTES)
         return 0
 
-    def cuLaunchKernelEx(self, config: int, function: int, pointers: int, extra: None) -> int:
+    def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: None) -> int:
         *sizes, stream, attributes, count = struct.unpack("<7I4xQQI4x", ctypes.string_at(config, 56))
         places = struct.unpack(f"<{len(self.sizes)}Q", ctypes.string_at(pointers, 8 * len(self.sizes)))
         values = [ctypes.string_at(place, size) for place, size in zip(places, self.sizes, strict=True)]
         self.launched.append({"sizes": sizes, "stream": stream, "attributes": (attributes, count),
-                              "function": function, "values": values, "places": places})  # fmt: skip
+                              "function": _number(function), "values": values, "places": places})  # fmt: skip
         return self.status
 
     def cuGetErrorName(self, status: int, text: Any) -> int:
@@ -132,6 +140,11 @@ class Given(NamedTuple):
     numbers: Any = (1.5, 2**40 + 7)
     tensors: Any = ()
     out: Any = None  # what a plan makes comes first
+
+
+def _none() -> Launch:
+    """A launch of no programs."""
+    return _launch(torch.zeros(64, 64, dtype=torch.bfloat16))._replace(programs=0)
 
 
 def _launcher(made_of: Launch) -> Launcher:
@@ -247,6 +260,41 @@ def test_operands_that_no_record_has_are_refused_before_a_launch(fake: Driver, n
     with pytest.raises(LookupError):
         plan.run(Given(x), made)
     assert not fake.launched and not build._builds
+
+
+def test_a_plan_allocates_and_launches_where_its_device_is_current(
+    fake: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, seen = [0], list[tuple[int, tuple[Any, ...]]]()
+
+    @contextmanager
+    def device(number: int) -> Iterator[None]:
+        current.append(number)
+        yield
+        current.pop()
+
+    def allocate(*layout: Any) -> torch.Tensor:
+        seen.append((current[-1], layout))
+        return torch.empty_strided(*layout[:2], dtype=layout[2])
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", allocate)
+    x, there = torch.zeros(64, 64, dtype=torch.bfloat16), torch.device("cuda", 1)
+    plan = Plan(there, lambda *_: ({"out": empty(there, (2, 0, 32), torch.int32)}, {"scaled_copy": _launch(x)}))
+    for _ in range(2):
+        made = plan.run(Given(x), {})
+        assert made["out"].shape == (2, 0, 32) and made["out"].is_contiguous()
+    assert seen == [(1, ((2, 0, 32), (32, 32, 1), torch.int32))] * 2 and current == [0]
+    assert len(fake.launched) == 2
+
+
+def test_memory_is_filled_where_pytorch_fills_it() -> None:
+    plan = Plan(torch.device("cpu"), lambda *_: ({"out": empty(torch.device("cpu"), (3, 5))}, {"none": _none()}))
+    plan.run(Given(None), {})
+    with poisoned_memory():
+        found = plan.run(Given(None), {})["out"]
+    assert found.shape == (3, 5) and found.isnan().all()
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cpu"])

@@ -95,7 +95,7 @@ def recorded(capability: Capability) -> Iterator[list[Launch]]:
         from flashtile.backends.hopper import tensor_maps
         from flashtile.backends.hopper.forward import launch as hopper
 
-        patches += [(tensor_maps, "num_sms", lambda device: _SMS), (hopper, "counter", lambda device: empty())]
+        patches += [(tensor_maps, "num_sms", lambda device: _SMS), (hopper, "counter", lambda *device: empty())]
     with ExitStack() as entered:
         for place, name, value in patches:
             entered.enter_context(mock.patch.object(place, name, value))

@@ -171,7 +171,7 @@ def attention(
             and precision is None and return_max_scores is False and return_lse is False
             and options.grads == (
                 (alone.q.requires_grad, alone.k.requires_grad, alone.v.requires_grad, False, False, ())
-                if torch.is_grad_enabled() else _NO_GRADS
+                if _has_grads() else _NO_GRADS
             )
         ):  # fmt: skip
             return ops.attention_again(options, alone)
@@ -193,7 +193,7 @@ def attention(
     return _run(tensors, options._replace(counted_by=counted_by) if counted_by else options, return_lse)
 
 
-_NO_GRADS, _is_compiling = Grads(), torch.compiler.is_compiling
+_NO_GRADS, _is_compiling, _has_grads = Grads(), torch.compiler.is_compiling, torch.is_grad_enabled
 # The first fields of ``keywords.Masked`` in a call without block_mask.
 _NOT_MASKED: tuple[dict[str, Tensor | None], bool, tuple[int, ...]] = ({}, False, ())
 # The options of a call without dropout, and the keywords that they were read from.

@@ -87,8 +87,9 @@ def attention_again(options: Options, t: Tensors) -> Tensor:
     return found
 
 
-# By a name of this module: each object more that another thread has used too costs the backward's thread.
-_is_batch = torch._C._functorch.is_legacy_batchedtensor
+# By names of this module: torch has a ``__getattr__``, so Python looks for its names anew at each use; and each object
+# more that another thread has used too costs the backward's thread.
+_is_batch, _has_grads, _FLOAT32 = torch._C._functorch.is_legacy_batchedtensor, torch.is_grad_enabled, torch.float32
 
 
 def _is_special(dout: Tensor | None) -> bool:
@@ -103,9 +104,10 @@ def _key(t: Tensors, options: Options) -> tuple[Any, ...]:
 
 def _layouts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     # Written out for speed: every call runs this. Most addresses are on 16 bytes.
+    dtype = q.dtype
     return (
-        settings.BACKEND.raw(), q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision,
-        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+        settings.BACKEND.raw(), dtype is _FLOAT32 and torch.backends.cuda.matmul.fp32_precision,
+        q.shape, q.stride(), dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
         v.shape, v.stride(), v.dtype, v.device,
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 and tuple(x.data_ptr() % 16 for x in (q, k, v)),
     )  # fmt: skip
@@ -145,12 +147,12 @@ def _gradients(
     Saved-tensor hooks may return tensors with other strides; shapes and dtypes are unchanged.
     """
     q, k, v = t.q, t.k, t.v
-    results, given = out.data_ptr() | lse.data_ptr(), q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()
+    given = q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()
     key: Any = dout.dtype
     is_dense = q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and dout.is_contiguous()
-    if not is_dense or dlse is not None or (results | given) % 16 or not is_plain(t):
+    if not is_dense or dlse is not None or given % 16 or call.key[2:]:  # ``_other_layouts``
         layouts = ((*x.stride(), x.data_ptr() % 16) for x in (q, k, v, dout))
-        key = key, results % 16, *layouts, None if dlse is None else layout(dlse), *_other_layouts(t)
+        key = key, *layouts, None if dlse is None else layout(dlse), *_other_layouts(t)
     run = call.backwards.get(key)
     if run is None:
         run = call.backwards[key] = _plan_backward(call, t, (dout, dlse))
@@ -261,8 +263,9 @@ class _Attention(torch.autograd.Function):
         call, t, with_lse = given
         out, lse = call.run(t)
         saved = without_max_scores(lse) if call.options.return_max_scores else lse
-        ctx.save_for_backward(*(inputs if is_plain(t) else flat_tensors(t)), out, saved)
-        ctx.call, ctx.numbers = call, t.numbers
+        is_alone = len(inputs) == 3  # a call of q, k and v has no other leaves
+        ctx.save_for_backward(*(inputs if is_alone else flat_tensors(t)), out, saved)
+        ctx.planned = call, t.numbers
         ctx.set_materialize_grads(False)
         return (out, lse) if with_lse else out
 
@@ -272,9 +275,9 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         # Once: under torch.utils.checkpoint a second access is an error.
         q, k, v, *others, out, lse = ctx.saved_tensors
-        call = ctx.call
-        tensors = of_flat((q, k, v, *others), ctx.numbers) if others else Tensors(q, k, v)
-        watched = torch.is_grad_enabled() or is_watched(q, k, v) or _is_special(dout) or _is_special(dlse)
+        call, numbers = ctx.planned
+        tensors = of_flat((q, k, v, *others), numbers) if others else Tensors(q, k, v)
+        watched = _has_grads() or is_watched(q, k, v) or _is_special(dout) or _is_special(dlse)
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = None if dlse is None else plain_gradient(dlse, out, call.options)
         if watched:

@@ -109,5 +109,5 @@ def test_the_counter_of_tiles_is_left_at_zero(case: Case, num_sms: int) -> None:
     for seed in range(3):
         with on_cpu(seed, num_sms), torch.no_grad():
             launch.plan(call.problem, call.tensors, config)(call.tensors)
-        counter = launch.counter(call.tensors.q.device)
+        counter = launch.counter(call.tensors.q.device, None)
         assert counter.item() == 0

@@ -33,6 +33,8 @@ from flashtile.backends.gpu.launch import (
 from flashtile.call.backend import note_launched
 
 _CONTEXT_MISSING = 201
+# By a name of this module: torch has a ``__getattr__``, so Python looks for its names anew at each use.
+_torch = torch._C
 
 
 class Launcher:
@@ -100,7 +102,7 @@ class Launcher:
                 values += (*value.shape, *value.strides)
         self._content = layout.content(self.programs, (*values, 0, 0), self._launch.cluster)
         self._offsets, self._write = offsets, _writer(tuple(addresses), tuple(numbers))
-        self._spare, self._function = layout.spare, self._build.function
+        self._spare, self._function = layout.spare, driver.address(self._build.function)
         self._start = driver.library().cuLaunchKernelEx
 
     def start(self, tensors: Any, made: Mapping[str, Any], stream: int) -> None:
@@ -207,15 +209,25 @@ def run(launchers: Sequence[Launcher], tensors: Any, made: Mapping[str, Any]) ->
         tensors: The call's record of tensors, and of numbers that mods read.
         made: What else the launches read or write, by name.
     """
-    device, stream = launchers[0].device, 0
-    if device is not None:
-        if torch._C._cuda_getDevice() != device:
-            with torch.cuda.device(device):
-                run(launchers, tensors, made)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(device)
+    device = launchers[0].device
+    if is_current(device):
+        start(launchers, tensors, made)
+    else:
+        with torch.cuda.device(device):
+            start(launchers, tensors, made)
+
+
+def start(launchers: Sequence[Launcher], tensors: Any, made: Mapping[str, Any]) -> None:
+    """``run`` where the launchers' device is the current one."""
+    device = launchers[0].device
+    stream = 0 if device is None else _torch._cuda_getCurrentRawStream(device)
     for launcher in launchers:
         launcher.start(tensors, made, stream)
+
+
+def is_current(device: int | None) -> bool:
+    """Whether a GPU, by its number, is the current one; None for a CPU."""
+    return device is None or _torch._cuda_getDevice() == device
 
 
 def kept(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.gpu.host import Launcher, kept, run
+from flashtile.backends.gpu.host import Launcher, is_current, start
 from flashtile.backends.gpu.launch import Launch
 from flashtile.backends.gpu.masks import most_bounds
 from flashtile.backends.gpu.trial import on_trial
@@ -42,12 +42,16 @@ class Plan:
             attempt: Calls a function that prepares and builds; again if that fails and other tiles may not.
         """
         self._device, self._prepare, self._attempt = device, prepare, attempt
+        self._number = device.index  # None for a CPU
         self._kinds: dict[Any, tuple[Memory, list[Launcher]]] = {}
         self._asked = ASKED.get()
 
     def run(self, tensors: Any, made: Made, kind: Any = None) -> Made:
         """Launches; ``made`` is what the call is given besides its tensors, to which its memory is added."""
-        key = kind, on_trial()
+        if not is_current(self._number):
+            with torch.cuda.device(self._number):
+                return self.run(tensors, made, kind)
+        key = kind, on_trial(), _fills()
         found = self._kinds.get(key)
         if found is None:
             make = functools.partial(self._make, tensors, made, kind)
@@ -56,7 +60,7 @@ class Plan:
         for name, allocate in memory.items():
             if name not in made:
                 made[name] = allocate()
-        run(launchers, tensors, made)
+        start(launchers, tensors, made)
         return made
 
     def launches(self, tensors: Any, kind: Any = None, **given: Any) -> dict[str, Launch]:
@@ -118,7 +122,8 @@ def forward_memory(problem: Problem, t: Any) -> Memory:
 
 def max_scores_memory(problem: Problem, q: Tensor) -> Callable[[], Tensor] | None:
     """A function that makes lse and the largest scores, one after the other; None for a call without the latter."""
-    return empty(q.device, (2, *problem.lse_shape(q))) if problem.max_scores else None
+    shape = 2, *problem.lse_shape(q)
+    return functools.partial(torch.empty, shape, dtype=torch.float32, device=q.device) if problem.max_scores else None
 
 
 def with_max_scores(made: Made, allocate: Callable[[], Tensor]) -> Tensor:
@@ -192,12 +197,15 @@ def table_memory(problem: Problem, q: Tensor) -> Memory:
 
 
 def empty(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Callable[[], Tensor]:
-    """A function that makes an empty contiguous tensor, 0.7 us faster than ``torch.empty`` does."""
-    if 0 in shape:
+    """A function that makes an empty contiguous tensor on the current device, which ``Plan.run`` sees to.
+
+    As code of TorchInductor does it: in 0.7 us, where ``torch.empty`` takes 1.9 and ``torch.empty_like`` 1.2.
+    """
+    make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if make is None or _fills():
         return functools.partial(torch.empty, shape, dtype=dtype, device=device)
-    return functools.partial(torch.empty_like, _one(device, dtype).expand(shape))
+    return functools.partial(make, tuple(shape), torch.empty(shape, device="meta").stride(), dtype)
 
 
-@functools.cache
-def _one(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return kept((), dtype, device)
+# Whether PyTorch may fill what is empty.
+_fills = torch._C._get_deterministic_algorithms

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.backends.gpu.launch import Launch, Pointer, pointer
 from flashtile.backends.gpu.named import device_code
-from flashtile.backends.gpu.plan import Plan, empty
+from flashtile.backends.gpu.plan import Memory, Plan, empty
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.selected import Reach, Selected
 
@@ -151,9 +151,12 @@ def _layout(
 
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, shape: tuple[int, int], *others: Any) -> Plan:
-    memory = {"rows": empty(device, shape, torch.int32), "counts": empty(device, shape[:1], torch.int32)}
+    def prepare(*_: Any) -> tuple[Memory, dict[str, Launch]]:
+        memory = {"rows": empty(device, shape, torch.int32), "counts": empty(device, shape[:1], torch.int32)}
+        return memory, {launch.kernel.__name__: launch}
+
     launch = launch_of(shape, *others)
-    return Plan(device, lambda *_: (memory, {launch.kernel.__name__: launch}))
+    return Plan(device, prepare)
 
 
 def launch_of(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.gpu.launch import Launch
-from flashtile.backends.gpu.plan import empty
 from flashtile.call.backend import Plan
 from flashtile.call.cached_arguments import CacheTensors
 from flashtile.call.problem import Problem, Tensors
@@ -33,7 +32,7 @@ class SplitForwardPlan:
         """
         self._regular = regular
         self._merging: Plan | None = None
-        self._new_out = empty(tensors.q.device, (*tensors.q.shape[:-1], problem.head_dim_v), tensors.q.dtype)
+        self._shape = *tensors.q.shape[:-1], problem.head_dim_v
         self._plan = cached(cached_tensors(tensors))
 
     def __call__(self, tensors: Tensors, partial: Partial | None = None) -> tuple[Tensor, Tensor]:
@@ -42,7 +41,7 @@ class SplitForwardPlan:
             self._merging = self._merging or self._regular(tensors)
             merged: tuple[Tensor, Tensor] = self._merging(tensors, partial)
             return merged
-        out = self._new_out()
+        out = tensors.q.new_empty(self._shape)
         return out, self._plan(cached_tensors(tensors, out))
 
     def launches(self, tensors: Tensors, *_: Any) -> dict[str, Launch]:

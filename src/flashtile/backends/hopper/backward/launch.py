@@ -174,7 +174,9 @@ def without_pairs(
 ) -> Gradients:  # fmt: skip
     """The gradients of a call that keeps no pairs."""
     if sums is None:
-        made: Made = {name: allocate().zero_() for name, allocate in gradient_memory(problem, t).items()}
+        wanted, dtype = problem.grads, problem.grad_dtype
+        each = {"dq": (wanted.q, t.q), "dk": (wanted.k, t.k), "dv": (wanted.v, t.v)}
+        made: Made = {n: x.new_zeros(x.shape, dtype=dtype) for n, (is_wanted, x) in each.items() if is_wanted}
         sums = Gradients(**made)
     dsinks = None
     if t.sinks is not None and problem.grads.sinks:

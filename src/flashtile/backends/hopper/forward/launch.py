@@ -64,7 +64,7 @@ def plan_of(problem: Problem, tensors: Tensors, config: Any, choose: Any, launch
 
 def counter_memory(config: Any, device: torch.device) -> Memory:
     """The counter of tiles, where one is used."""
-    return {"counters": functools.partial(counter, device)} if config.dynamic else {}
+    return {"counters": functools.partial(counter, device, device.index)} if config.dynamic else {}
 
 
 # Rows for which there are bounds of intervals.
@@ -190,22 +190,26 @@ def is_same(a: Tensor | None, b: Tensor | None) -> bool:
     return not a.is_meta and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
 
 
+# By a name of this module, as in ``gpu.host``.
+_torch = torch._C
 _counters: dict[tuple[int | None, int], Tensor] = {}
 
 
-def counter(device: torch.device) -> Tensor:
+def counter(device: torch.device, number: int | None) -> Tensor:
     """The tile counter, 0 before and after a launch: one a stream, where launches run one after another.
+
+    ``number`` is the device's, None for a CPU; to ask the device for it at each launch takes as long as what follows.
 
     A captured launch may be replayed on any stream beside others, so it gets a counter of its own.
     """
     stream = 0
-    if device.type == "cuda":
-        if torch._C._cuda_isCurrentStreamCapturing():
+    if number is not None:
+        if _torch._cuda_isCurrentStreamCapturing():
             return torch.zeros((), dtype=torch.int32, device=device)
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-    found = _counters.get((device.index, stream))
+        stream = _torch._cuda_getCurrentRawStream(number)
+    found = _counters.get((number, stream))
     if found is None:
-        found = _counters[device.index, stream] = kept((), torch.int32, device)
+        found = _counters[number, stream] = kept((), torch.int32, device)
     return found
 
 
