@@ -63,6 +63,11 @@ class _Rounded(TorchDispatchMode):
         self.unit = max(torch.finfo(dtype).eps / 2, 4 * self.unit_of_sums)
         self.seed, self.makes = seed, dict[torch.device, torch.Generator]()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: what keeps the compiler out costs each operation more than what is done here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _IN_STEPS:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from flashtile.backends.gpu.launch import Const, Launch, mapped
 from tests.emulator.cluster import ClusterLanguage
@@ -131,7 +131,11 @@ class _Function:
         return self._bound(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any) -> Any:
-        return self if instance is None else lambda *args, **kwargs: self(instance, *args, **kwargs)
+        if instance is None:
+            return self
+        if self._bound is None:
+            self._bound = self._binding.rebuilt(self._source)
+        return MethodType(self._bound, instance)
 
 
 class _Binding:
@@ -175,6 +179,9 @@ class _Binding:
             return self.of(x.value)
         if isinstance(x, JITFunction):
             mine: Any = _Function(x.fn, self)
+        elif isinstance(x, ConstexprFunction):
+            # Its arguments are what it would make of them.
+            mine = x.fn
         elif inspect.isclass(x) and getattr(x, "__triton_aggregate__", False):
             mine = self._aggregate(x)
         elif isinstance(x, ModuleType):

@@ -27,6 +27,7 @@ from tests.emulator.values import (
     Pointer,
     SharedMemory,
     Value,
+    held,
     pair,
     value_of,
 )
@@ -81,27 +82,27 @@ def elementwise(compute: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     """A function of one value or two."""
 
     def apply(x: Operand, y: Operand | None = None) -> Value:
-        return Value(compute(value_of(x).data) if y is None else compute(*pair(x, y)))
+        return held(compute(value_of(x).data) if y is None else compute(*pair(x, y)))
 
     return apply
 
 
 def _extremum(plain: Callable[..., torch.Tensor], with_nan: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     def apply(x: Operand, y: Operand, propagate_nan: bool = False) -> Value:
-        return Value((with_nan if propagate_nan else plain)(*pair(x, y)))
+        return held((with_nan if propagate_nan else plain)(*pair(x, y)))
 
     return apply
 
 
 def select(condition: Operand, x: Operand, y: Operand) -> Value:
     a, b = pair(x, y)
-    return Value(torch.where(value_of(condition).data, a, b))
+    return held(torch.where(value_of(condition).data, a, b))
 
 
 def _reduce(compute: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     def reduce(x: Value, axis: int | None = None) -> Value:
         data = x.data.reshape(-1) if axis is None else x.data
-        return Value(compute(data, dim=0 if axis is None else axis))
+        return held(compute(data, dim=0 if axis is None else axis))
 
     return reduce
 
@@ -185,8 +186,7 @@ class Language:
             self.task.step_back()
             places = pointer.places(mask)
             self.task.share_tensor(tensor, places, _RELAXED, reads=True)
-            for place in set(places.tolist()):
-                self.task.synchronise(tensor, place, _RELAXED, writes=False)
+            self.task.synchronise(tensor, places, _RELAXED, writes=False)
         else:
             self.task.read_tensor(tensor, lambda: pointer.places(mask))
         return pointer.load(mask, other)
@@ -224,8 +224,7 @@ class Language:
             # As Triton has it where nothing is said.
             order = Order.of(sem or "acq_rel", scope or "gpu")
             self.task.share_tensor(tensor, places, order)
-            for place in set(places[:: max(1, pointer.memory.element_size() >> 1)].tolist()):
-                self.task.synchronise(tensor, place, order)
+            self.task.synchronise(tensor, places[:: max(1, pointer.memory.element_size() >> 1)], order)
         old = pointer.load(mask, 0)
         pointer.store(new(old), mask)
         return old

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class Program(Names):
         self.buffers: list[Any] = []
         self.is_over = False
         self._names: list[str] = []
-        self._lines = machine.lines
+        self._lines, self._numbers = machine.lines, machine.numbers
         self._suffix = f" of program {number}" if machine.cluster > 1 else ""
 
     def allocate(self, names: list[str]) -> Array:
@@ -92,10 +93,11 @@ class Program(Names):
         # A kernel's own globals hold no name of its module.
         while frame.f_back is not None and "__name__" in frame.f_globals:
             frame = frame.f_back
-        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        if line not in self._lines:
-            self._lines.append(line)
-        return self._lines.index(line)
+        at = frame.f_code, frame.f_lineno
+        if at not in self._numbers:
+            self._numbers[at] = len(self._lines)
+            self._lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        return self._numbers[at]
 
     def place(self, place: int) -> str:
         return self._names[place]
@@ -176,9 +178,9 @@ class Task:
         line = self.program.here()
         self.machine.tensors.strong(self.program.watch, self.actor, tensor, places, line, order, **how)
 
-    def synchronise(self, tensor: Tensor, place: int, order: Order, *, writes: bool = True) -> None:
+    def synchronise(self, tensor: Tensor, places: Array, order: Order, *, writes: bool = True) -> None:
         """The strong access orders, too."""
-        self.machine.tensors.synchronise(self.program.watch, self.actor, tensor, place, order, writes=writes)
+        self.machine.tensors.synchronise_each(self.program.watch, self.actor, tensor, places, order, writes=writes)
 
     # Plain accesses are complete at once; engines hold what they read until the wait for them.
 
@@ -247,6 +249,7 @@ class Machine:
         box: Rows and columns of shared memory that a copy may write by themselves; 0 for all of a buffer.
         tensors: Knows who has done what to global memory.
         lines: Lines of the kernel by number.
+        numbers: Their numbers, by what runs and the line there.
     """
 
     def __init__(self, seed: int, resident: int, total: int, ordered_sums: bool = False, cluster: int = 1) -> None:
@@ -261,6 +264,7 @@ class Machine:
         self.main = greenlet.getcurrent()
         self.box = (0, 0)
         self.lines: list[str] = []
+        self.numbers: dict[tuple[CodeType, int], int] = {}
         self._programs: dict[int, Program] = {}
         self.tensors = Tensors(total * _PARTITIONS, self._role, self.lines.__getitem__, ordered_sums)
 

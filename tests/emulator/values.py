@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +81,7 @@ def _remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class Typed:
     """What kernels ask of a tensor, wherever it lies."""
 
+    __slots__ = ()
     data: torch.Tensor
 
     @property
@@ -95,7 +98,9 @@ class Typed:
 
 
 class Value(Typed):
-    """A tensor or scalar in registers."""
+    """A tensor or scalar in registers; nothing writes into its data."""
+
+    __slots__ = ("data",)
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
@@ -111,7 +116,7 @@ class Value(Typed):
         return int(self.data)
 
     def __getitem__(self, index: Any) -> Value:
-        return Value(self.data[index])
+        return held(self.data[index])
 
     def to(self, dtype: Any, bitcast: bool = False) -> Value:
         target = TORCH_DTYPES[dtype]
@@ -127,13 +132,85 @@ class Value(Typed):
         return Value(self.data.T)
 
     def __neg__(self) -> Value:
-        return Value(-self.data)
+        return held(-self.data)
 
     def __invert__(self) -> Value:
-        return Value(~self.data)
+        return held(~self.data)
 
     def __hash__(self) -> int:
         return id(self)
+
+
+# Bits of what a Number may be.
+_BITS = {torch.bool: 1, torch.int32: 32, torch.int64: 64}
+
+
+class Number(Value):
+    """A boolean or an integer that stands alone. Kernels count with more of these than they have tensors.
+
+    Attributes:
+        number: In Python; within the range of its dtype.
+        kind: Its dtype.
+    """
+
+    __slots__ = ("kind", "number")
+
+    def __init__(self, number: int, kind: torch.dtype) -> None:
+        self.number = number
+        self.kind = kind
+
+    @property
+    def data(self) -> torch.Tensor:
+        return constant(self.number, self.kind)
+
+    @property
+    def dtype(self) -> Any:
+        return TRITON_DTYPES[self.kind]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return ()
+
+    def __bool__(self) -> bool:
+        return self.number != 0
+
+    def __index__(self) -> int:
+        return int(self.number)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        target = TORCH_DTYPES[dtype]
+        if target is self.kind:
+            return self
+        if bitcast or target not in _BITS:
+            return super().to(dtype, bitcast)
+        return Number(bool(self.number) if target is torch.bool else _wrapped(int(self.number), target), target)
+
+
+def _wrapped(number: int, kind: torch.dtype) -> int:
+    """The lower bits of an integer, as one of a dtype."""
+    half = 1 << _BITS[kind] - 1
+    return number if -half <= number < half else (number + half) % (2 * half) - half
+
+
+def held(data: torch.Tensor) -> Value:
+    """A tensor in registers."""
+    return Value(data) if data.dim() or data.dtype not in _BITS else Number(data.item(), data.dtype)
+
+
+def constant(x: Scalar, dtype: torch.dtype) -> torch.Tensor:
+    """A number as a tensor, which nobody may write into."""
+    return _constant(x, dtype, str(x) if x == 0 else "")
+
+
+@functools.lru_cache(maxsize=1 << 14, typed=True)
+def _filling(x: Scalar, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(x).to(dtype)
+
+
+@functools.lru_cache(maxsize=1 << 14, typed=True)
+def _constant(x: Scalar, dtype: torch.dtype, zero: str) -> torch.Tensor:
+    """``zero`` tells zeros apart, which equal one another."""
+    return torch.tensor(x, dtype=dtype)
 
 
 Scalar = bool | int | float
@@ -145,11 +222,11 @@ def value_of(x: Any) -> Value:
     if isinstance(x, Value):
         return x
     if isinstance(x, bool):
-        return Value(torch.tensor(x))
+        return Number(x, torch.bool)
     if isinstance(x, int):
-        return Value(torch.tensor(x, dtype=torch.int32 if -(2**31) <= x < 2**31 else torch.int64))
+        return Number(x, torch.int32 if -(2**31) <= x < 2**31 else torch.int64)
     if isinstance(x, float):
-        return Value(torch.tensor(x, dtype=torch.float32))
+        return Value(constant(x, torch.float32))
     raise MachineError(f"a register cannot hold {type(x).__name__}")
 
 
@@ -160,29 +237,95 @@ def pair(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
             return pair(value_of(a), value_of(b))
         second, first = pair(b, a)
         return first, second
+    first = a.data
     if isinstance(b, Value):
-        dtype = _promoted(a.data, b.data)
-        return a.data.to(dtype), b.data.to(dtype)
-    own = a.data.dtype
+        second = b.data
+        if first.dtype == second.dtype:
+            return first, second
+        dtype = _promoted(first, second)
+        return first.to(dtype), second.to(dtype)
+    own = first.dtype
     if isinstance(b, float) and not own.is_floating_point:
         own = torch.float32
     elif own == torch.bool and not isinstance(b, bool):
         own = torch.int32
-    return a.data.to(own), torch.tensor(b, dtype=own)
+    return first.to(own), constant(b, own)
 
 
 def _binary(name: str, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    exact = _OF_INTEGERS.get(name)
+
     def forward(self: Value, other: Operand) -> Any:
+        if exact is not None and (counted := _counted(exact, self, other)) is not None:
+            return counted
         if isinstance(other, Pointer):
             return NotImplemented
-        return Value(compute(*pair(self, other)))
+        return held(compute(*pair(self, other)))
 
     def reflected(self: Value, other: Operand) -> Any:
-        return Value(compute(*pair(other, self)))
+        if exact is not None and (counted := _counted(exact, other, self)) is not None:
+            return counted
+        return held(compute(*pair(other, self)))
 
     setattr(Value, f"__{name}__", forward)
     setattr(Value, f"__r{name}__", reflected)
 
+
+def _counted(exact: Callable[[int, int], int | None], a: Operand, b: Operand) -> Number | None:
+    """An operation on numbers that stand alone, as ``pair`` promotes them; None where tensors are to do it."""
+    if type(a) is Number:
+        if type(b) is Number:
+            x, y = a.number, b.number
+            kind = a.kind if _BITS[a.kind] >= _BITS[b.kind] else b.kind
+        elif (type(b) is int or type(b) is bool) and -(2**31) <= b < 2**31:
+            x, y, kind = a.number, b, a.kind
+        else:
+            return None
+    elif type(b) is Number and (type(a) is int or type(a) is bool) and -(2**31) <= a < 2**31:
+        x, y, kind = a, b.number, b.kind
+    else:
+        return None
+    if kind is torch.bool:
+        if type(x) is not bool or type(y) is not bool:
+            kind = torch.int32
+        elif exact not in _OF_BOOLEANS:
+            return None
+    found = exact(x, y)
+    if found is None or type(found) is bool:
+        return None if found is None else Number(found, torch.bool)
+    bits = _BITS[kind]
+    return Number(found, kind) if -1 << bits - 1 <= found < 1 << bits - 1 else Number(_wrapped(found, kind), kind)
+
+
+def _whole(a: int, b: int) -> int:
+    """Integer division rounds towards zero, as in ``_divide``."""
+    quotient = abs(a) // abs(b or 1)
+    return quotient if (a < 0) == (b < 0) else -quotient
+
+
+# Of what is the same in Python; None where it need not be.
+_OF_BOOLEANS: set[Any] = {
+    operator.and_, operator.or_, operator.xor, operator.lt, operator.le, operator.gt, operator.ge, operator.eq,
+    operator.ne,
+}  # fmt: skip
+_OF_INTEGERS: dict[str, Callable[[int, int], int | None]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": _whole,
+    "mod": lambda a, b: a - _whole(a, b) * (b or 1),
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "lshift": lambda a, b: a << b if 0 <= b < 32 else None,
+    "rshift": lambda a, b: a >> b if 0 <= b < 32 else None,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
 
 for _name, _compute in {
     "add": torch.add,
@@ -212,11 +355,13 @@ class Pointer:
     def __init__(self, memory: torch.Tensor, offsets: Value) -> None:
         self.memory = memory
         self.offsets = offsets
+        # The last mask that was asked about, and what was found.
+        self._last: tuple[Operand | None, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @classmethod
     def to_tensor(cls, tensor: torch.Tensor) -> Pointer:
         memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-        return cls(memory, Value(torch.tensor(tensor.storage_offset())))
+        return cls(memory, Number(tensor.storage_offset(), torch.int64))
 
     @property
     def dtype(self) -> Any:
@@ -232,18 +377,27 @@ class Pointer:
 
     def elements(self, mask: Operand | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Offsets, and whether each is used."""
-        offsets = self.offsets.data
+        if self._last is None or self._last[0] is not mask:
+            self._last = mask, self._elements(mask)
+        return self._last[1]
+
+    def _elements(self, mask: Operand | None) -> tuple[torch.Tensor, torch.Tensor]:
+        places = offsets = self.offsets.data
         used = torch.ones_like(offsets, dtype=torch.bool) if mask is None else value_of(mask).data.expand_as(offsets)
-        outside = used & ((offsets < 0) | (offsets >= self.memory.numel()))
-        if outside.any():
+        if mask is not None:
+            places = torch.where(used, offsets, 0)
+        least, most = torch.aminmax(places) if places.numel() else (0, -1)
+        # Element 0, in place of those that are not used, is there but in no memory at all.
+        if least < 0 or most >= max(1, self.memory.numel()) or (not self.memory.numel() and used.any()):
+            outside = used & ((offsets < 0) | (offsets >= self.memory.numel()))
             raise MachineError(f"element {offsets[outside][0]} of memory that has {self.memory.numel()}")
-        return torch.where(used, offsets, 0), used
+        return places, used
 
     def places(self, mask: Operand | None = None) -> Array:
         """Pairs of bytes of its memory, of the elements that are used; two elements of a byte share one."""
         offsets, used = self.elements(mask)
         size = self.memory.element_size()
-        first = (offsets[used].numpy() * size) >> 1
+        first = ((offsets if mask is None else offsets[used]).numpy().reshape(-1) * size) >> 1
         return (first[:, None] + np.arange(max(1, size >> 1))).ravel()
 
     @property
@@ -253,13 +407,16 @@ class Pointer:
 
     def load(self, mask: Operand | None = None, other: Operand | None = None) -> Value:
         places, used = self.elements(mask)
-        loaded = self.memory[places].clone() if used.any() else torch.zeros(places.shape, dtype=self.memory.dtype)
+        has_any = self.memory.numel() > 0
+        loaded = self.memory[places] if has_any else torch.zeros(places.shape, dtype=self.memory.dtype)
+        if not places.dim():
+            loaded = loaded.clone()
         if mask is None:
-            return Value(loaded)
+            return held(loaded)
         # What a masked load leaves without ``other`` is undefined: make it hurt.
         fill = (torch.nan if loaded.dtype.is_floating_point else 1 << 6) if other is None else other
-        filling = fill.data.to(loaded.dtype) if isinstance(fill, Value) else torch.tensor(fill).to(loaded.dtype)
-        return Value(torch.where(used, loaded, filling))
+        filling = fill.data.to(loaded.dtype) if isinstance(fill, Value) else _filling(fill, loaded.dtype)
+        return held(torch.where(used, loaded, filling))
 
     def store(self, value: Operand, mask: Operand | None = None) -> None:
         places, used = self.elements(mask)
@@ -281,6 +438,7 @@ class SharedMemory(Typed):
         self.grid = grid
         self.machine = machine
         self._is_part = is_part
+        self._parts: dict[int, SharedMemory] = {}
 
     @property
     def places(self) -> Array:
@@ -335,8 +493,10 @@ class SharedMemory(Typed):
 
     def index(self, index: Any) -> SharedMemory:
         i = _checked(int(value_of(index)), self.data.shape[0])
-        own = self._is_part or len(self.grid) == 1
-        return SharedMemory(self.machine, self.data[i], self.grid if own else self.grid[i : i + 1], True)
+        if i not in self._parts:
+            own = self._is_part or len(self.grid) == 1
+            self._parts[i] = SharedMemory(self.machine, self.data[i], self.grid if own else self.grid[i : i + 1], True)
+        return self._parts[i]
 
     def slice(self, start: int, length: int, dim: int = 0) -> SharedMemory:
         _checked(start, self.data.shape[dim] - length + 1)
@@ -425,6 +585,13 @@ class Descriptor:
         self._shape = [int(n) for n in host.shape]
         self._strides = [int(n) for n in host.strides]
         self.block_shape = tuple(int(n) for n in host.block_shape)
+        # Of the elements of a box, from its first one.
+        self._within = torch.zeros((), dtype=torch.int64)
+        for side, stride in zip(self.block_shape, self._strides, strict=True):
+            self._within = self._within[..., None] + torch.arange(side) * stride
+        # Each is asked about where a copy starts and where it ends, by several programs too.
+        self._boxes: dict[tuple[int, ...], tuple[Pointer, Value]] = {}
+        self._places: dict[tuple[int, ...], Array] = {}
 
     @property
     def dtype(self) -> Any:
@@ -452,13 +619,18 @@ class Descriptor:
 
     def box(self, coordinates: Sequence[Any]) -> tuple[Pointer, Value]:
         """Pointers to a box, and whether each element exists. Addresses wrap at 2**64, as they do in the engine."""
+        at = tuple(map(int, coordinates))
+        if at not in self._boxes:
+            self._boxes[at] = self._box(at)
+        return self._boxes[at]
+
+    def _box(self, coordinates: tuple[int, ...]) -> tuple[Pointer, Value]:
         if len(coordinates) != len(self._shape):
             raise MachineError(f"{len(coordinates)} coordinates for a descriptor of {len(self._shape)} dimensions")
-        places = torch.zeros((), dtype=torch.int64)
+        places = self._within + constant(_wrapped(sum(map(operator.mul, coordinates, self._strides)), torch.int64), torch.int64)
         exists = torch.ones((), dtype=torch.bool)
-        for at, size, stride, side in zip(coordinates, self._shape, self._strides, self.block_shape, strict=True):
-            along = int(value_of(at)) + torch.arange(side)
-            places = places[..., None] + along * stride
+        for at, size, side in zip(coordinates, self._shape, self.block_shape, strict=True):
+            along = at + torch.arange(side)
             exists = exists[..., None] & (along >= 0) & (along < size)
         return self._pointer + Value(places), Value(exists)
 
@@ -472,8 +644,11 @@ class Descriptor:
 
     def places(self, coordinates: Sequence[Any]) -> Array:
         """Of a box, as ``Pointer.places``."""
-        pointers, exists = self.box(coordinates)
-        return pointers.places(exists)
+        at = tuple(map(int, coordinates))
+        if at not in self._places:
+            pointers, exists = self.box(at)
+            self._places[at] = pointers.places(exists)
+        return self._places[at]
 
     @property
     def memory(self) -> torch.Tensor:

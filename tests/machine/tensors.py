@@ -225,6 +225,15 @@ class Tensors:
             key = watch.first, told[1] and order.is_wide
             released[key] = joined(released.get(key), told[0])
 
+    def synchronise_each(
+        self, watch: Watch, actor: int, tensor: Tensor, places: Array, order: Order, *, reads: bool = True,
+        writes: bool = True,
+    ) -> None:  # fmt: skip
+        """An atomic on several values; most neither find nor leave anything there."""
+        if tensor.released or order.releases or watch.first + actor in self._fenced:
+            for place in set(places.tolist()):
+                self.synchronise(watch, actor, tensor, place, order, reads=reads, writes=writes)
+
     def fence(self, watch: Watch, actor: int, order: Order) -> None:
         """A fence of all accesses."""
         self._learn(watch, actor, self._heard.pop(watch.first + actor, {}), order.is_wide)
