@@ -124,7 +124,8 @@ def test_out_is_written_whatever_its_strides() -> None:
         assert got is out and torch.equal(out, want) and out._version > version
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+# Inductor has the like with a backward, in test_selected_training.
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiles_whole(backend: str) -> None:
     torch._dynamo.reset()
 

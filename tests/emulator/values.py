@@ -438,7 +438,7 @@ class SharedMemory(Typed):
         self.grid = grid
         self.machine = machine
         self._is_part = is_part
-        self._parts: dict[int, SharedMemory] = {}
+        self._parts: dict[Any, SharedMemory] = {}
 
     @property
     def places(self) -> Array:
@@ -499,6 +499,12 @@ class SharedMemory(Typed):
         return self._parts[i]
 
     def slice(self, start: int, length: int, dim: int = 0) -> SharedMemory:
+        which = int(start), length, dim
+        if which not in self._parts:
+            self._parts[which] = self._slice(*which)
+        return self._parts[which]
+
+    def _slice(self, start: int, length: int, dim: int) -> SharedMemory:
         _checked(start, self.data.shape[dim] - length + 1)
         axis = dim - self.data.dim()
         grid = self.grid
@@ -589,6 +595,7 @@ class Descriptor:
         self._within = torch.zeros((), dtype=torch.int64)
         for side, stride in zip(self.block_shape, self._strides, strict=True):
             self._within = self._within[..., None] + torch.arange(side) * stride
+        self._reach = sum((side - 1) * stride for side, stride in zip(self.block_shape, self._strides, strict=True))
         # Each is asked about where a copy starts and where it ends, by several programs too.
         self._boxes: dict[tuple[int, ...], tuple[Pointer, Value]] = {}
         self._places: dict[tuple[int, ...], Array] = {}
@@ -624,6 +631,18 @@ class Descriptor:
             self._boxes[at] = self._box(at)
         return self._boxes[at]
 
+    def _view(self, coordinates: Sequence[Any]) -> torch.Tensor | None:
+        """A box as a view of the tensor's memory, if all of it exists there; what is wrong ``box`` says."""
+        if len(coordinates) != len(self._shape):
+            return None
+        first = self._pointer.offsets.number + sum(map(operator.mul, map(int, coordinates), self._strides))
+        sides = zip(map(int, coordinates), self.block_shape, self._shape, strict=True)
+        if not all(0 <= at <= size - side for at, side, size in sides):
+            return None
+        if first < 0 or first + self._reach >= self._pointer.memory.numel():
+            return None
+        return self._pointer.memory.as_strided(self.block_shape, self._strides, first)
+
     def _box(self, coordinates: tuple[int, ...]) -> tuple[Pointer, Value]:
         if len(coordinates) != len(self._shape):
             raise MachineError(f"{len(coordinates)} coordinates for a descriptor of {len(self._shape)} dimensions")
@@ -635,10 +654,15 @@ class Descriptor:
         return self._pointer + Value(places), Value(exists)
 
     def load(self, coordinates: Sequence[Any]) -> torch.Tensor:
+        if (view := self._view(coordinates)) is not None:
+            return view
         pointers, exists = self.box(coordinates)
         return pointers.load(exists, 0).data
 
     def store(self, coordinates: Sequence[Any], data: torch.Tensor) -> None:
+        if (view := self._view(coordinates)) is not None:
+            view.copy_(data)
+            return
         pointers, exists = self.box(coordinates)
         pointers.store(Value(data), exists)
 
@@ -656,8 +680,7 @@ class Descriptor:
         return self._pointer.memory
 
     def add(self, coordinates: Sequence[Any], data: torch.Tensor) -> None:
-        pointers, exists = self.box(coordinates)
-        pointers.store(Value(pointers.load(exists, 0).data + data), exists)
+        self.store(coordinates, self.load(coordinates) + data)
 
 
 class Pending:

@@ -412,7 +412,7 @@ class CacheCall:
 
 def build(case: CacheCase, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> CacheCall:
     """The tensors of a case, random with a fixed seed, the same on every device; on meta their layouts alone."""
-    with torch.device("meta" if device == "meta" else "cpu"):
+    with torch.device("meta") if device == "meta" else nullcontext():
         make = None if device == "meta" else torch.Generator().manual_seed(seed)
         return _build(case, dtype, device, make)
 

@@ -221,9 +221,9 @@ class Watch:
     def _may_read(self, actor: int, places: Array, by: str, may_be_unwritten: bool) -> None:
         written = self._written[places]
         known = self._seen[actor][self._writer[places]] >= written
-        if not known.all():
+        if np.count_nonzero(known) < len(known):
             self._race("reads", actor, places[~known])
-        if not may_be_unwritten and not written.all():
+        if not may_be_unwritten and np.count_nonzero(written) < len(written):
             place = self._names.place(int(places[written == 0][0]))
             raise MachineError(f"{self._names.actor(actor)} reads {place}, which nobody wrote")
         if by:
@@ -232,7 +232,7 @@ class Watch:
     def _may_follow(self, actor: int, places: Array, does: str) -> None:
         """The asynchronous proxy sees ordinary stores only after a fence."""
         lost = self._unfenced[places] & (self._fenced_by[places] >> actor & 1 == 0)
-        if lost.any():
+        if np.count_nonzero(lost):
             place = int(places[lost][0])
             raise RaceError(f"{does} {self._names.place(place)} without a proxy fence after {self._last_write(place)}")
 
@@ -240,10 +240,10 @@ class Watch:
         seen = self._seen[actor]
         if not is_part:
             known = seen[self._writer[places]] >= self._written[places]
-            if not known.all():
+            if np.count_nonzero(known) < len(known):
                 self._race("writes", actor, places[~known])
         unknown = self._reads[places] > seen[self._readers]
-        if unknown.any():
+        if np.count_nonzero(unknown):
             index, column = np.argwhere(unknown)[0]
             who, (queue, reader) = "a copy to another program", divmod(self._readers[column], self._actors)
             if queue <= len(QUEUES):

@@ -72,7 +72,7 @@ class _Log:
             return None
         self._sort()
         wrong = self._times[places, : len(self._columns)] > clock[list(self._columns)]
-        if not wrong.any():
+        if not np.count_nonzero(wrong):
             return None
         row, column = np.argwhere(wrong)[0]
         return int(places[row]), list(self._columns)[column]

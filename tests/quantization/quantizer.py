@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +61,7 @@ CASES = (
 def inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Inputs:
     """Tensors with views' strides, keys with a mean, and numbers of all sizes; on meta their layouts alone."""
     torch.manual_seed(len(case.name))
-    with torch.device("meta" if device == "meta" else "cpu"):
+    with torch.device("meta") if device == "meta" else nullcontext():
         return _inputs(case, dtype, device)
 
 
