@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import inspect
 import os
@@ -25,6 +26,16 @@ from hypothesis import settings
 # No deadline, because an example's duration is not a fault; a fixed seed makes a failing run repeatable.
 settings.register_profile("flashtile", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("flashtile")
+
+
+# What modules and collected cases are made of stays: to look through it for garbage again and again takes longer than
+# the tests that make some.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def left_out(config: pytest.Config) -> set[str]:

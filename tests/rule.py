@@ -24,6 +24,7 @@ together. Nothing in it depends on the machine but for the last bits of float64.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +55,18 @@ _EXACT = {
 }  # fmt: skip
 
 
+@functools.cache
+def _name(func: Any) -> str:
+    name: str = func._schema.name
+    return name.removeprefix("aten::").removesuffix("_")
+
+
+@functools.cache
+def _rounds(func: Any) -> bool:
+    """Whether an operation on each element computes something."""
+    return torch.Tag.pointwise in func.tags and _name(func) not in _EXACT
+
+
 class _Rounded(TorchDispatchMode):
     """Disturbs float64 results as rounding to ``dtype`` would, with sums in float32 or wider."""
 
@@ -76,7 +89,7 @@ class _Rounded(TorchDispatchMode):
         out = func(*args, **kwargs)
         if not isinstance(out, Tensor) or out.dtype != torch.float64 or not out.numel():
             return out
-        name = func._schema.name.removeprefix("aten::").removesuffix("_")
+        name = _name(func)
         if name in _PRODUCTS:
             a, b = (args[i] for i in _PRODUCTS[name])
             count, squares = a.shape[-1], a.square() @ b.square()
@@ -92,7 +105,7 @@ class _Rounded(TorchDispatchMode):
             if terms := getattr(args[0], "terms", None):
                 out.terms = terms[0], func(terms[1], *args[1:], **kwargs)
             return out
-        elif torch.Tag.pointwise in func.tags and name not in _EXACT:
+        elif _rounds(func):
             count, squares = 0, None
         else:
             return out
