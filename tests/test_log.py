@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +21,7 @@ from flashtile.call.problem import AHEAD, Problem
 from flashtile.core.errors import InvalidInputError
 from flashtile.core.masks import Band
 from flashtile.ops import dispatch, log, plans
+from tests import fresh
 from tests.archive.machine import planned_for
 
 NOT_GPUS = (
@@ -397,7 +396,7 @@ flashtile.attention(q, q, q, causal=True)
 
 def test_lines_go_to_stderr_or_to_the_handlers_of_the_program() -> None:
     environment = os.environ | {"FLASHTILE_LOG": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment)
+    done = fresh.run(PROGRAM, environment, check=True)
     about = "forward of float32 on cpu, batch 1, 3 x 3, 2 heads, head_dim 8"
     assert done.stdout == f"own {about}, causal: {KERNEL}; {NOT_GPUS}\n"
     first = rf"[-0-9]+ [:,0-9]+ flashtile\[\d+\] INFO: {re.escape(about)}, full: {re.escape(f'{KERNEL}; {NOT_GPUS}')}\n"

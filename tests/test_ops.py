@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import subprocess
-import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,6 +23,7 @@ from flashtile.call.arguments import Grads, Options, Tensors, differentiable
 from flashtile.call.problem import Problem
 from flashtile.ops import dispatch, plans
 from flashtile.ops import operators as ops
+from tests import fresh
 
 
 def arguments(**options: Any) -> tuple[Any, ...]:
@@ -305,7 +304,7 @@ EXPORTED = """torch.export.export(type("M", (torch.nn.Module,), {
 )
 def test_flops_are_counted_wherever_the_first_call_is(first: bool, mode: str, call: str) -> None:
     script = COUNTED.format(first=first, mode=mode, call=call)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = fresh.run(script, check=True)
     assert list(map(int, done.stdout.split())) == [2 * 16 * 4 * 8] * 2
 
 
@@ -327,7 +326,7 @@ with FlopCounterMode(display=False) as counter:
     out.backward()
 print(counter.get_total_flops())
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = fresh.run(script, check=True)
     assert int(done.stdout) == 5 * 2 * 16 * 2 * 8
 
 

@@ -154,16 +154,14 @@ def by_definition(bend, score_mod=None, softcap=0.0, alibi_slopes=None, attn_bia
 
 
 every = dict(score_mod=twice, softcap=3.0, alibi_slopes=slopes, attn_bias=bias)
-for backend in ("cpu", "portable"):
-    for bend in (0.3, -0.2):
-        for others in ({{}}, every):
-            inputs = (q, k, v, bias) if "attn_bias" in others else (q, k, v)
-            got = flashtile.attention(q, k, v, causal=True, bend=bend, backend=backend, **others)
-            want = by_definition(bend, **others)
-            torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
-            grads = (torch.autograd.grad(x.double().square().sum(), inputs) for x in (got, want))
-            for one, other in zip(*grads, strict=True):
-                torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-4)
+for backend, bend, others in (("cpu", 0.3, {{}}), ("cpu", -0.2, every), ("portable", 0.3, every), ("portable", -0.2, {{}})):
+    inputs = (q, k, v, bias) if "attn_bias" in others else (q, k, v)
+    got = flashtile.attention(q, k, v, causal=True, bend=bend, backend=backend, **others)
+    want = by_definition(bend, **others)
+    torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
+    grads = (torch.autograd.grad(x.double().square().sum(), inputs) for x in (got, want))
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-4)
 with forward_ad.dual_level():
     dual = forward_ad.make_dual(q.detach(), made[3])
     got = forward_ad.unpack_dual(flashtile.attention(dual, k.detach(), v.detach(), causal=True, bend=0.3)).tangent

@@ -6,8 +6,6 @@ import copy
 import functools
 import inspect
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +22,7 @@ from flashtile.call.problem import Tensors
 from flashtile.core import settings
 from flashtile.core.masks import Band
 from flashtile.ops import dispatch, plans
+from tests import fresh
 from tests.problems import banded_problem
 
 Q = torch.randn(2, 5, 4, 8)
@@ -261,7 +260,7 @@ def test_an_explicit_backend_never_falls_back() -> None:
 
 def test_backends_is_the_function_and_not_the_package() -> None:
     code = "import flashtile, flashtile.backends.cpu.plan; print(flashtile.backends())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = fresh.run(code, check=True)
     assert done.stdout == f"{flashtile.backends()}\n"
 
 

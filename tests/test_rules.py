@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flashtile
+from tests import fresh
 
 KEYWORDS = [{"causal": True}, {"window_size": (3, 1)}, {"causal": True, "softcap": 2.0}, {"mask": True}]
 
@@ -249,7 +250,7 @@ print(sorted(new & {"triton", "typer", "rich", "matplotlib", "numpy", "einops", 
 
 
 def test_importing_loads_nothing_optional() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
+    done = fresh.run(IMPORTED, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -263,7 +264,7 @@ print(*sorted(set(sys.modules) - before))
 
 def test_importing_loads_little() -> None:
     """With PyTorch there already, the package's own records and checks, and no kernel's host code."""
-    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+    done = fresh.run(LOADED, check=True)
     new = done.stdout.split()
     with_code = set(new) - {f"flashtile.{package}" for package in ("api", "backends", "call", "core", "ops")}
     assert "flashtile.ops.operators" in new and len(with_code) <= 40

@@ -15,9 +15,10 @@ from flashtile.call.selected import Reach, Selected
 from flashtile.core import settings
 from flashtile.ops import selected as ops
 from flashtile.ops.cached import CACHED
-from tests.kvcache.cases import build
+from tests.kvcache.cases import CacheCase, build
 from tests.poison import poisoned_memory
 from tests.selections import SELECTED, finite_caches, judge_selected, lists_for
+from tests.slow import one_of_each
 
 Q, PAGES = torch.randn(2, 3, 4, 8), torch.randn(6, 4, 2, 8)
 TABLE, LENGTHS = torch.tensor([[4, 0, 2], [1, 5, 3]], dtype=torch.int32), torch.tensor([9, 11], dtype=torch.int32)
@@ -31,13 +32,13 @@ def attend(q: Tensor, pages: Tensor, lists: Tensor, lengths: Tensor, **keywords:
     )
 
 
-def _dtype(name: str) -> torch.dtype:
-    return torch.bfloat16 if SELECTED[name].float8 == "rows" else torch.float32
+def _dtype(case: CacheCase) -> torch.dtype:
+    return torch.bfloat16 if case.float8 == "rows" else torch.float32
 
 
-@pytest.mark.parametrize("name", SELECTED)
-def test_positions_are_those_of_the_definition(name: str) -> None:
-    call = build(SELECTED[name], _dtype(name))
+@pytest.mark.parametrize("case", one_of_each(SELECTED.values()), ids=str)
+def test_positions_are_those_of_the_definition(case: CacheCase) -> None:
+    call = build(case, _dtype(case))
     with poisoned_memory():
         judge_selected(call, lists_for(call, 13))
 
@@ -49,9 +50,9 @@ def test_lists_of_one_and_of_none(name: str) -> None:
         judge_selected(call, lists_for(call, most))
 
 
-@pytest.mark.parametrize("name", SELECTED)
-def test_slots_are_those_of_the_definition(name: str) -> None:
-    call = build(SELECTED[name], _dtype(name))
+@pytest.mark.parametrize("case", one_of_each(SELECTED.values()), ids=str)
+def test_slots_are_those_of_the_definition(case: CacheCase) -> None:
+    call = build(case, _dtype(case))
     finite_caches(call)
     judge_selected(call, lists_for(call, 13, slots=True), slots=True)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from flashtile.backends.hopper import tensor_maps
 from flashtile.call import problem
 from flashtile.call.problem import gpu_of
 from flashtile.cli import build as command
-from flashtile.cli.models import Call
+from flashtile.cli.models import LayerShape, Uses, calls
 from flashtile.ops import plans
 from tests.archive.machine import Driver, present
 
@@ -68,12 +69,19 @@ def asked(arch: str) -> Iterator[dict[bytes, launch.Launch]]:
         yield found
 
 
-def missing(found: dict[bytes, launch.Launch], calls: Iterable[Call], arch: str) -> list[str]:
-    """The kernels of launches that ``flashtile build`` would not compile for calls."""
+@functools.cache
+def _listed(shape: LayerShape, uses: Uses, arch: str) -> frozenset[bytes]:
+    """The keys of the kernels that ``flashtile build`` compiles for the calls of a layer."""
     recorder = ahead.Recorder(lists=True)
     token = ahead.RECORDER.set(recorder)
     try:
-        assert command.list_launches([*calls], arch) == []
+        assert command.list_launches(calls(shape, uses), arch) == []
     finally:
         ahead.RECORDER.reset(token)
-    return [each.kernel.__name__ for key, each in found.items() if key not in recorder.asked]
+    return frozenset(recorder.asked)
+
+
+def missing(found: dict[bytes, launch.Launch], shape: LayerShape, uses: Uses, arch: str) -> list[str]:
+    """The kernels of launches that ``flashtile build`` would not compile for the calls of a layer."""
+    listed = _listed(shape, uses, arch)
+    return [each.kernel.__name__ for key, each in found.items() if key not in listed]

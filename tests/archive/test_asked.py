@@ -11,7 +11,7 @@ import torch
 import flashtile
 from benchmarks import first_call
 from flashtile.backends.gpu.launch import Launch
-from flashtile.cli.models import LayerShape, Uses, calls, models
+from flashtile.cli.models import LayerShape, Uses, models
 from tests.archive.asked import asked, missing
 
 pytest.importorskip("triton")
@@ -46,7 +46,7 @@ def test_a_server_asks_for_nothing_that_is_not_listed() -> None:
     found = _asked("a server's start")
     names = {each.kernel.__name__ for each in found.values()}
     assert {"cache_append", "cache_attention", "paged_forward"} <= names
-    assert missing(found, calls(layer, Uses(BRAIN, True, True, False, (16,))), "sm_90") == []
+    assert missing(found, layer, Uses(BRAIN, True, True, False, (16,)), "sm_90") == []
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_trainings_of_any_length_ask_for_nothing_that_is_not_listed(layer: Layer
             q, k, v = (torch.empty(2, length, n, layer.head_dim, dtype=BRAIN, requires_grad=True) for n in heads)
             flashtile.attention(q, k, v, causal=layer.causal).backward(torch.empty_like(q))
     assert 8 < len(found) < 20
-    assert missing(found, calls(layer, Uses(BRAIN, True, False, True)), "sm_90") == []
+    assert missing(found, layer, Uses(BRAIN, True, False, True), "sm_90") == []
 
 
 # Heads, head_dim and uses of a layer that a case is a call of.
@@ -82,4 +82,4 @@ LISTED: dict[str, tuple[LayerShape, Uses]] = {
 def test_first_calls_ask_for_nothing_that_is_not_listed(case: str) -> None:
     layer, uses = LISTED[case]
     found = _asked(case)
-    assert found and missing(found, calls(layer, uses), "sm_90") == []
+    assert found and missing(found, layer, uses, "sm_90") == []

@@ -35,7 +35,7 @@ from tests.fuzz.drawn import draw
 from tests.fuzz.launches import merging, started
 launches = merging()
 for capability in ((8, 0), (9, 0)):
-    for seed in range(100):
+    for seed in range(50):
         launches += [each.launch for each in started(draw(seed), capability)]
 assert all(text_of(lower(each)[0]) for each in launches)
 names = {each.kernel.__name__ for each in launches}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import types
 
@@ -10,15 +9,14 @@ import pytest
 
 from flashtile import InvalidInputError
 from flashtile.compat import install
+from tests.fresh import run
 
 PRELUDE = "from flashtile.compat import install; import torch, sys; package = install('flash_attn')\n"
 
 
 def fresh(code: str) -> str:
     """Runs code in a new process and returns what it printed."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run(code, check=True).stdout.strip()
 
 
 @pytest.mark.long
@@ -121,6 +119,6 @@ def test_what_compat_does_not_have_is_said_in_words() -> None:
         "import flashtile.compat; flashtile.compat.install(); import flash_attn\n"
         "try:\n    import flash_attn.modules.mha\nexcept ModuleNotFoundError as error:\n    print(error.name, error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run(code, check=True)
     assert done.stdout.startswith("flash_attn.modules flashtile has no flash_attn.modules; it stands in for flash_attn")
     assert "flash_attn.bert_padding" in done.stdout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,7 @@ import flashtile
 from flashtile import InvalidInputError
 from flashtile.mods import recognise, record
 from flashtile.mods.graph import GraphError, evaluate, parse
+from tests import fresh
 from tests.mods.functions import MASKS, SCORES, Sizes
 
 
@@ -51,7 +50,7 @@ assert lowered(mods.neighbourhood_2d(8, 2), "mask_mod", "mask", False).text
 loaded = [name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules]
 assert not loaded, loaded
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code, check=True)
 
 
 def test_the_order_in_which_a_sum_is_written_is_no_difference() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -15,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import flashtile
 from flashtile import InvalidInputError
 from flashtile.serving import OutOfPagesError, PagedBatch, PagedKVCache
+from tests import fresh
 
 LAYERS, HEADS = 2, 1
 
@@ -303,7 +302,7 @@ def test_refusals() -> None:
 
 def test_it_is_imported_only_when_asked_for() -> None:
     code = "import sys, flashtile; assert 'flashtile.serving' not in sys.modules; flashtile.serving.PagedKVCache"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code, check=True)
 
 
 def test_a_list_is_one_token_for_each_and_a_batch_unpacks() -> None:
