@@ -154,7 +154,8 @@ def by_definition(bend, score_mod=None, softcap=0.0, alibi_slopes=None, attn_bia
 
 
 every = dict(score_mod=twice, softcap=3.0, alibi_slopes=slopes, attn_bias=bias)
-for backend, bend, others in (("cpu", 0.3, {{}}), ("cpu", -0.2, every), ("portable", 0.3, every), ("portable", -0.2, {{}})):
+runs = ("cpu", 0.3, {{}}), ("cpu", -0.2, every), ("portable", 0.3, every), ("portable", -0.2, {{}})
+for backend, bend, others in runs:
     inputs = (q, k, v, bias) if "attn_bias" in others else (q, k, v)
     got = flashtile.attention(q, k, v, causal=True, bend=bend, backend=backend, **others)
     want = by_definition(bend, **others)

@@ -646,9 +646,8 @@ class Descriptor:
     def _box(self, coordinates: tuple[int, ...]) -> tuple[Pointer, Value]:
         if len(coordinates) != len(self._shape):
             raise MachineError(f"{len(coordinates)} coordinates for a descriptor of {len(self._shape)} dimensions")
-        places = self._within + constant(
-            _wrapped(sum(map(operator.mul, coordinates, self._strides)), torch.int64), torch.int64
-        )
+        first = sum(map(operator.mul, coordinates, self._strides))
+        places = self._within + _wrapped(first, torch.int64)
         exists = torch.ones((), dtype=torch.bool)
         for at, size, side in zip(coordinates, self._shape, self.block_shape, strict=True):
             along = at + torch.arange(side)

@@ -86,8 +86,8 @@ def test_random_functions_on_the_cpu(seed: int) -> None:
     judge_call(drawn(seed), "cpu", seed)
 
 
-# Cheap ones that together have functions of both kinds, lists with and without bits, packed sequences, dropout, a softcap,
-# tensors that are captured and scores too large for one sum.
+# Cheap ones that together have functions of both kinds, lists with and without bits, packed sequences, dropout, a
+# softcap, tensors that are captured and scores too large for one sum.
 FEW = (1, 2, 5, 7, 10, 13, 21)
 SHARDS = [FEW, *(pytest.param(range(n, n + 5), marks=pytest.mark.long) for n in range(0, 200, 5))]
 
