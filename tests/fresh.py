@@ -6,6 +6,7 @@ fork of the one that did.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -46,12 +47,12 @@ for line in sys.stdin:
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(server.communicate)
+    return server
 
 
-def run(
-    code: str, env: Mapping[str, str] | None = None, check: bool = False
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
+def run(code: str, env: Mapping[str, str] | None = None, check: bool = False) -> subprocess.CompletedProcess[str]:
     """Runs code in a new process.
 
     Args:
