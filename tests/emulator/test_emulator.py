@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,6 +33,7 @@ from flashtile.backends.hopper.device.gluon_compat import (
     tma_store,
 )
 from tests import emulator
+from tests.emulator.values import _OF_INTEGERS, Number, Value
 
 SIDE = 16
 
@@ -353,3 +359,29 @@ def unspecialised_branch(x_ptr):
 def test_a_branch_on_a_tensor_is_refused() -> None:
     with pytest.raises(emulator.MachineError, match="branch on a tensor"):
         emulator.launch(unspecialised_branch, (1,), (torch.ones(4),))
+
+
+@pytest.mark.parametrize("name", _OF_INTEGERS)
+def test_numbers_are_counted_as_tensors_are(name: str) -> None:
+    """Whatever their dtypes, with Python's numbers on either side; what tensors refuse is refused."""
+    compute = getattr(operator, f"{name}_" if name in ("and", "or") else name)
+    most = 2**31 - 1
+    numbers = [Number(n, kind) for kind in (torch.int32, torch.int64) for n in (0, 1, -1, 7, -most, most)]
+    numbers += [Number(n, torch.bool) for n in (False, True)]
+    plain = (True, 0, 5, -3, most)
+    for a, b in [*itertools.product(numbers, (*numbers, *plain)), *itertools.product(plain, numbers)]:
+        if "shift" in name and not 0 <= int(b) < 32:
+            continue
+        got, want = (
+            _outcome(compute, *given)
+            for given in ((a, b), (Value(x.data) if isinstance(x, Number) else x for x in (a, b)))
+        )
+        assert (got is None) == (want is None), (a.data, b)
+        assert got is None or (got.dtype == want.dtype and torch.equal(got, want)), (name, got, want)
+
+
+def _outcome(compute: Callable[[Any, Any], Value], a: Any, b: Any) -> torch.Tensor | None:
+    try:
+        return compute(a, b).data
+    except RuntimeError:
+        return None
