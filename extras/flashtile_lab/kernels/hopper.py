@@ -220,6 +220,8 @@ def _forward_problems() -> list[Problem]:
         (_FULL, {"max_scores": True}),
     ]
     others = [_problem(dim, band, **used) for dim in (64, 128, 256) for band, used in features]
+    short: dict[str, Any] = {"varlen": True, "seqlen_q": 200}
+    others += [_problem(64, _FULL, **short), _problem(64, _CAUSAL, sinks=True, max_scores=True, **short)]
     wide = ((96, 96), (192, 192), (192, 128), (160, 160), (128, 256))
     wide_problems = [_problem(dim, _WINDOW, head_dim_v=dim_v, **_EVERYTHING) for dim, dim_v in wide]
     mods = [*_with_mods(64, 128), _problem(256, _CAUSAL, alibi=True)]

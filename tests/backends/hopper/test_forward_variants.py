@@ -63,6 +63,8 @@ def _variants(case: Case) -> list[tiles.ForwardTiles]:
     table |= {dataclasses.replace(c, dynamic=True, tile_stages=2) for c in table}
     if widths == (64, 64):
         table |= {dataclasses.replace(c, q_stages=3, tile_stages=4) for c in table if c.dynamic and c.out_stages == 1}
+        one = tiles.ONE_WARPGROUP_64
+        table |= {one, dataclasses.replace(one, dynamic=True, tile_stages=3)}
     return sorted(table, key=str)
 
 

@@ -64,10 +64,21 @@ def test_what_shares_the_bits_of_queries_in_registers() -> None:
 
 
 def test_configurations_of_a_head_dim_share_what_the_bits_depend_on() -> None:
-    three = tiles.THREE_WARPGROUPS_64
-    same = tiles.TWO_WARPGROUPS[three.block_d, three.block_dv]
-    assert (three.block_m, three.block_n) == (same.block_m, same.block_n)
+    same = tiles.TWO_WARPGROUPS[64, 64]
+    for other in (tiles.ONE_WARPGROUP_64, tiles.THREE_WARPGROUPS_64):
+        assert (other.block_d, other.block_dv, other.block_m, other.block_n) == (64, 64, same.block_m, same.block_n)
     assert all((c.block_d, c.block_dv) == dims for dims, c in tiles.TWO_WARPGROUPS.items())
+
+
+@pytest.mark.parametrize(
+    "change", [{"seqlen_q": 257}, {"seqlen_k": 257}, {"varlen": False}, {"num_heads_q": 32}, {"head_dim": 80},
+               {"softcap": 5.0}, {"band": Band(9, 0)}, {"mask": True}, {"alibi": True}, {"dropout_p": 0.1}],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_short_packed_sequences_have_programs_of_one_warpgroup(change: dict[str, Any]) -> None:
+    problem = _problem(64, Band(None, 0), varlen=True, seqlen_q=256, seqlen_k=256).but(num_heads_q=8, num_heads_kv=8)
+    chosen, other = tiles.choose(problem), tiles.choose(problem.but(**change))
+    assert (chosen.num_warpgroups, chosen.programs) == (1, 2) and other.num_warpgroups > other.programs == 1
 
 
 def _meets_edges(config: tiles.ForwardTiles, seqlen_q: int, seqlen_k: int, band: Band) -> bool:
@@ -156,6 +167,7 @@ def test_boxes_fill_the_parts_of_a_tile() -> None:
 def test_configurations_of_a_head_dim_give_the_same_bits(dim: int, dim_v: int, band: Band) -> None:
     table = [tiles.TWO_WARPGROUPS[dim, dim_v]] + [tiles.THREE_WARPGROUPS_64] * (dim == dim_v == 64)
     table += [dataclasses.replace(c, overlap=False) for c in table]
+    table += [tiles.ONE_WARPGROUP_64] * (dim == dim_v == 64)
     table += [dataclasses.replace(c, dynamic=True) for c in table]
     q, k, v = (torch.randn(3, 1500, 8, n, device="cuda", dtype=torch.bfloat16) for n in (dim, dim, dim_v))
     tensors = Tensors(q, k, v)

@@ -173,6 +173,12 @@ THREE_WARPGROUPS_64 = ForwardTiles(
     block_d=64, block_dv=64, out_cols=64, num_warpgroups=3, stages=3, overlap=False, registers=160, max_registers=128
 )  # fmt: skip
 
+# Two programs, each of one tile's rows, load and store what the other multiplies.
+ONE_WARPGROUP_64 = ForwardTiles(
+    block_d=64, block_dv=64, out_cols=64, num_warpgroups=1, q_stages=1, overlap=False, registers=224, max_registers=128,
+    programs=2,
+)  # fmt: skip
+
 
 @functools.cache
 def one_warpgroup(block_d: int, block_dv: int) -> ForwardTiles:
@@ -202,6 +208,8 @@ def three_warpgroups_64(score_bytes: tuple[int, int]) -> ForwardTiles:
 # A band's tiles differ in length. Up to this sequence length there are many, and a tile counter shortens the tail of a
 # launch, when the last tiles run alone; beyond it a static order is faster, and for wide rows beyond twice as much.
 SHORT = 1024
+# Rows and keys of packed sequences for ``ONE_WARPGROUP_64``; longer ones and groups of heads were not raced.
+SHORT_PACKED = 256
 
 
 def width(head_dim: int) -> int:
@@ -314,7 +322,7 @@ def choose(
         score_bytes = (bias_bytes + problem.mask, 0) if score_bytes is None else score_bytes
         pingpong = dims == (256, 256) and score_bytes[0] >= bias_bytes > 0
         config = _variant(two_warpgroups(*dims, block_n, score_bytes), pingpong=pingpong)
-    config = _of_small_blocks(problem, dims) or config
+    config = _of_small_blocks(problem, dims) or _of_short_packed(problem, dims) or config
     is_causal, has_left = problem.band.right is not None, problem.band.left is not None or problem.intervals
     is_listed, is_short, ways = problem.listed != (), problem.seqlen_q <= SHORT, []
     if dims == (64, 64):
@@ -322,7 +330,7 @@ def choose(
         # leaves them room for one buffer; two warpgroups with two take less time. No list is of blocks of 192 rows.
         loads_score_tensors = bias_bytes > 0 or (problem.mask and config.score_stages == 0)
         wide = problem.softcap > 0 or has_left or loads_score_tensors or config.block_n < 128 or is_listed
-        wide = wide or problem.score_function is not None or problem.dropout_p > 0
+        wide = wide or problem.score_function is not None or problem.dropout_p > 0 or config.programs > 1
         if not wide and most_warpgroups == 3:
             ways.append(three_warpgroups_64(config.score_bytes))
     strip, least = strip_and_cost(problem, config, rows)
@@ -362,6 +370,19 @@ def choose(
         if config.shared_bytes + 40 * config.block_n > SHARED_BYTES:
             config = _variant(config, out_cols=min(config.out_cols, out_cols), out_stages=1)
     return config
+
+
+def _of_short_packed(problem: Problem, dims: tuple[int, int]) -> ForwardTiles | None:
+    """``ONE_WARPGROUP_64`` for packed sequences whose tiles end so soon that two programs overlap them better; or None.
+
+    Nothing that takes more registers or buffers goes with it.
+    """
+    p = problem
+    is_short = p.varlen and not p.cached and p.group_size == 1 and max(p.seqlen_q, p.seqlen_k) <= SHORT_PACKED
+    takes_more = p.mask or p.bias_dtype is not None or p.alibi or p.intervals or p.listed != () or p.softcap > 0
+    takes_more = takes_more or p.band.left is not None or p.dropout_p > 0
+    takes_more = takes_more or p.score_function is not None or p.mask_function is not None
+    return ONE_WARPGROUP_64 if dims == (64, 64) and is_short and not takes_more else None
 
 
 def _of_small_blocks(problem: Problem, dims: tuple[int, int]) -> ForwardTiles | None:
