@@ -373,7 +373,7 @@ def choose(
 
 
 def _of_short_packed(problem: Problem, dims: tuple[int, int]) -> ForwardTiles | None:
-    """``ONE_WARPGROUP_64`` for packed sequences whose tiles end so soon that two programs overlap them better; or None.
+    """``ONE_WARPGROUP_64`` for packed sequences with few blocks of keys a tile, which two programs overlap better; or None.
 
     Nothing that takes more registers or buffers goes with it.
     """
