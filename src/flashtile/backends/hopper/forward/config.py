@@ -373,9 +373,9 @@ def choose(
 
 
 def _of_short_packed(problem: Problem, dims: tuple[int, int]) -> ForwardTiles | None:
-    """``ONE_WARPGROUP_64`` for packed sequences with few blocks of keys a tile, which two programs overlap better; or None.
+    """``ONE_WARPGROUP_64`` for packed sequences with few blocks of keys a tile, or None.
 
-    Nothing that takes more registers or buffers goes with it.
+    Two programs overlap such tiles better than one. Nothing that takes more registers or buffers goes with it.
     """
     p = problem
     is_short = p.varlen and not p.cached and p.group_size == 1 and max(p.seqlen_q, p.seqlen_k) <= SHORT_PACKED
