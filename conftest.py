@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib.util
-import inspect
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
-from unittest import mock
 
 # Workers of pytest-xdist share the cores, so several threads per worker would slow each other down.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -75,37 +71,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
-def language_patched_once() -> Iterator[None]:
-    """Triton's interpreter patches its functions into ``triton.language`` again at each call of a device function.
+def quick_interpreter() -> Iterator[None]:
+    from tests.interpreter import without_needless_work
 
-    That takes a third of its time and is needless: once per launch is enough for each module that a function uses.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang
-    patched: set[str] = set()
-
-    @functools.cache
-    def modules(function: Any) -> set[str]:
-        seen = [each for each in function.__globals__.values() if inspect.ismodule(each)]
-        return {lang.__name__ for lang in (tl, tl.core) if lang in seen}
-
-    class Scope:
-        """The patch scope of a launch, which restores the modules at its end."""
-
-        def __init__(self, own: Any) -> None:
-            self.own = own
-
-        def restore(self) -> None:
-            patched.clear()
-            self.own.restore()
-
-    def patch_once(function: Any) -> Scope | None:
-        if modules(function) <= patched:
-            return None
-        patched.update(modules(function))
-        return Scope(patch(function))
-
-    with mock.patch.object(interpreter, "_patch_lang", patch_once):
+    with without_needless_work():
         yield
