@@ -39,7 +39,8 @@ def fields(record: object, unit: float, *names: str) -> list[float]:
 
 def rows(direction: str, head_dim: int, causal: bool, provider: str) -> list[float]:
     """The saved TFLOPS of one attention, by growing length."""
-    cells = [dict(zip(saved("ladder")["columns"], cell, strict=True)) for cell in saved("ladder")["cells"]]
+    ladder = saved("ladder")
+    cells = [dict(zip(ladder["columns"], cell, strict=True)) for cell in ladder["cells"]]
     wanted = (direction, head_dim, causal)
     found = [cell for cell in cells if (cell["direction"], cell["head_dim"], cell["causal"]) == wanted]
     return [cell["tflops"][provider] for cell in sorted(found, key=lambda cell: cell["seqlen"])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -215,6 +216,11 @@ def test_numbers_by_another_way(name: str) -> None:
         assert abs(float(text) - number) <= near * (1 + 1e-6), (text, number)
 
 
+@functools.cache
+def saved_rows() -> list[results.Row]:
+    return results.saved()
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", sorted(ROWS - {"D7"}))
 def test_speeds_are_saved_rows(name: str) -> None:
@@ -225,7 +231,7 @@ def test_speeds_are_saved_rows(name: str) -> None:
     for at, (provider, seqlen) in enumerate((p, n) for p in ("fa3", "fa2", "cudnn") for n in (512, 16384)):
         speeds = {
             f"{round(row.tflops, 1):.3g}"
-            for row in results.saved()
+            for row in saved_rows()
             if row.suite == direction and row.provider == provider and row.case["head_dim"] == int(head_dim)
             if str(row.case["causal"]) == causal and row.case["seqlen_q"] == seqlen and row.tflops is not None
         }
@@ -235,7 +241,7 @@ def test_speeds_are_saved_rows(name: str) -> None:
 def test_the_best_saved_row_of_fa2() -> None:
     speeds = [
         row.tflops
-        for row in results.saved()
+        for row in saved_rows()
         if (row.suite, row.provider, row.case.get("dtype")) == ("forward", "fa2", "bfloat16")
         if row.case["head_dim"] == 128
         and not row.case["causal"]
