@@ -11,10 +11,10 @@ import torch
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Within, torch.empty and its kin return NaN in float tensors and the largest value in integer ones."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import the compiler, for seconds
     assert torch.utils.deterministic.fill_uninitialized_memory
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
