@@ -154,6 +154,7 @@ def test_compiles_whole_over_latent_rows_by_slots() -> None:
     torch.testing.assert_close(compiled(q, rows, slots), step(q, rows, slots))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["steps", "packed_spare", "spare_sinks", "latent_steps"])
 @pytest.mark.parametrize("slots", [False, True])
 def test_opcheck(name: str, slots: bool) -> None:

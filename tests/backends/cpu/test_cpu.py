@@ -50,6 +50,7 @@ LONG_SUMS = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", LONG_SUMS, ids=str)
 def test_gradients_are_summed_in_float32(case: Case, dtype: torch.dtype) -> None:
@@ -134,6 +135,7 @@ def test_a_result_that_is_not_contiguous_is_refused() -> None:
         Partial(torch.zeros(1, 2, 3, 4).transpose(1, 2), torch.zeros(1, 2, 3))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("case", "cuts"), CHAINS, ids=str)
 def test_gradients_of_pieces_add_up_in_float32(case: Case, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
