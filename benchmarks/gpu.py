@@ -28,6 +28,7 @@ _SUITES = {
     **{name: SUITES[name] for name in ("forward", "backward", "host", "loop", "varlen", "mods", "selected", "fp8")},
     **{name: SUITES[name] for name in ("ablations", "decode", "serving", "mla")},
     "forward-fp16": (240, "run forward --dtype float16"),
+    "varlen-short": (100, "varlen --shortest 16 --longest 128"),
     "new-lengths": (60, "host --new-lengths"),
     "memory": (100, "memory"),
     "accuracy": (200, "accuracy"),

@@ -216,6 +216,13 @@ def _plain(d: Draw, name: str) -> Case:
     # By numbers of its own, as what a seed meant before it still does. GPUs refuse a bias beside it.
     may_own = packed and not case.dropout and case.bias is None
     case = replace(case, invariant=may_own and Draw(("own bits", name), d.sizes).chance(0.2))
+    if packed and Draw(("simple", name), d.sizes).chance(0.15):
+        # What takes no more registers and buffers has kernels of its own.
+        case = replace(
+            case, head_dim=min(head_dim, 64), head_dim_v=min(head_dim_v or head_dim, 64), kv_heads=case.heads,
+            window=None, softcap=0.0, alibi="", dropout=0.0, mask=None, bias=None, bias_grad=False,
+            bias_float=False, trimmed=False, large="", chunk=None, intervals="",
+        )  # fmt: skip
     return replace(case, out=d.pick("whole", "part"), wanted="") if packed and d.chance(0.1) else case
 
 

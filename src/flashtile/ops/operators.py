@@ -150,7 +150,8 @@ def _gradients(
     given = q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()
     key: Any = dout.dtype
     is_dense = q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and dout.is_contiguous()
-    if not is_dense or dlse is not None or given % 16 or call.key[2:]:  # ``_other_layouts``
+    has_others = call.key[2:]  # beside q, k and v: see ``_key``
+    if not is_dense or dlse is not None or given % 16 or has_others:
         layouts = ((*x.stride(), x.data_ptr() % 16) for x in (q, k, v, dout))
         key = key, *layouts, None if dlse is None else layout(dlse), *_other_layouts(t)
     run = call.backwards.get(key)
@@ -263,7 +264,7 @@ class _Attention(torch.autograd.Function):
         call, t, with_lse = given
         out, lse = call.run(t)
         saved = without_max_scores(lse) if call.options.return_max_scores else lse
-        is_alone = len(inputs) == 3  # a call of q, k and v has no other leaves
+        is_alone = len(inputs) == 3  # ``attend`` hands on q, k and v of a call without others, else all leaves
         ctx.save_for_backward(*(inputs if is_alone else flat_tensors(t)), out, saved)
         ctx.planned = call, t.numbers
         ctx.set_materialize_grads(False)

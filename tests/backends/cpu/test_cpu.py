@@ -25,14 +25,14 @@ from tests.sums import judge_gaps, judge_sums
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(3)  # of four dtypes: each case has another one
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case, dtype: torch.dtype) -> None:
     judge(build(case, dtype), "cpu")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(3)  # of four dtypes: each case has another one
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_largest_scores(case: Case, dtype: torch.dtype) -> None:
